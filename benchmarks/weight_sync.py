@@ -1,12 +1,15 @@
 """New weights from a rank to a server: every transport against memcpy, and against torch.save and torch.load.
 
     python benchmarks/weight_sync.py [--megabytes 256] [--rounds 9] [--json FILE]
+    python benchmarks/weight_sync.py --between-hosts [--chain 4] --json FILE
     python benchmarks/weight_sync.py --device cuda --json FILE
 
 On the CPU: a process that publishes, one that stands for the node agent and one that fetches, one thread each. Every
 round measures memcpy of as many bytes in the same process right before, then the transports one after the other; shown
 are medians over rounds of speeds and of shares of memcpy. `fetch` includes the verification, `swap` is the copy into
 the model's parameters. What arrived is compared with what was sent after every fetch.
+
+With `--between-hosts` (`weight_sync_hosts.py`, root): by stream between network namespaces, against raw TCP.
 
 With `--device cuda` (`weight_sync_gpu.py`): 1.5 B parameters in bfloat16 on one card between two processes, swapped in
 while the second one decodes.
@@ -33,21 +36,20 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
 
-from benchmarks.weight_sync_sides import HOST, Asked, CopyBaseline, Order, Setup, Side, Told, endpoint_of
+from benchmarks.weight_sync_sides import HOST, CopyBaseline, Order, Setup, Side, Told, endpoint_of
 from kintsugi.cluster.shared_memory import SegmentClient
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.transformer import Transformer
-from kintsugi.process.shell import ReplyHandle
 from kintsugi.protocol.membership import AddressBook
-from kintsugi.protocol.weights import FetchWeights, Publish
+from kintsugi.protocol.weights import Publish
 from kintsugi.runtime.digests import piece_digest
 from kintsugi.transport import Endpoint, new_key_pair
-from kintsugi.types import StreamSource, WeightSource
+from kintsugi.types import WeightSource
 from kintsugi.weights.fetch import DeviceFetch, Fetched, Fetcher
 from kintsugi.weights.transports.collective import receive
 
 MEGABYTES, ROUNDS, WARM_ROUNDS = 256, 9, 3
-TRANSPORTS = ("shared_memory", "collective", "stream", "disk")
+TRANSPORTS = ("shared_memory", "collective", "disk")
 TARGETS = {
     ("shared_memory", "publish"): 0.60,
     ("shared_memory", "fetch_and_swap"): 0.50,
@@ -107,7 +109,6 @@ class Meeting:
         self.fetcher = Fetcher(
             process="server-0",
             host=HOST,
-            send_request=self._ask,
             device=card,
             join=partial(receive, keys=(own.public_key, own.secret_key)),
         )
@@ -118,16 +119,12 @@ class Meeting:
         self._resources.callback(side.close)
         return side
 
-    def _ask(self, process: str, request: FetchWeights, deadline_s: float) -> ReplyHandle:
-        return Asked(self.endpoint, process, request, deadline_s=deadline_s)
-
     def publish(self, transport: str) -> Told:
         self.version += 1
         order = Publish(
             self.version,
             self.version,
             transports=(transport,),
-            meta_server="agent-0" if transport == "stream" else "",
             servers=("server-0",) if transport == "collective" else (),
         )
         return self.rank.ask(Order(order))
@@ -153,9 +150,7 @@ def came_by(source: WeightSource, transport: str) -> bool:
     """Whether it was not one of the fall-backs."""
     kinds = {"SegmentSource": "shared_memory", "FolderSource": "disk", "CollectiveSource": "collective"}
     kinds["DeviceSource"] = "in_place"
-    if isinstance(source, StreamSource):
-        return transport == "stream" and bool(source.owners)
-    return kinds[type(source).__name__] == transport
+    return kinds.get(type(source).__name__) == transport
 
 
 class CpuBench:
@@ -285,6 +280,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--megabytes", type=int, default=MEGABYTES)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--between-hosts", action="store_true")
+    parser.add_argument("--chain", type=int, default=4, help="hosts of the chain, with --between-hosts")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Any] = {
@@ -297,6 +294,13 @@ def main() -> None:
 
         found |= weight_sync_gpu.run(json_path=arguments.json, found=found)
         weight_sync_gpu.show(found)
+    elif arguments.between_hosts:
+        from benchmarks import weight_sync_hosts
+
+        found |= weight_sync_hosts.run(
+            megabytes=arguments.megabytes, rounds=arguments.rounds, chain=arguments.chain
+        )
+        weight_sync_hosts.show(found)
     else:
         found |= run_cpu(megabytes=arguments.megabytes, rounds=arguments.rounds)
         show_cpu(found)

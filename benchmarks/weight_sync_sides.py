@@ -11,9 +11,8 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,17 @@ import torch
 from torch import Tensor
 
 from kintsugi.cluster.shared_memory import SegmentClient, SegmentServer
-from kintsugi.cluster.weight_relay import WeightRelay
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.transformer import Transformer
-from kintsugi.process.shell import ReplyHandle
 from kintsugi.protocol.membership import AddressBook
-from kintsugi.protocol.messages import Body
-from kintsugi.protocol.weights import FetchWeights, Publish, Published, UploadWeights
+from kintsugi.protocol.weights import Publish, Published
 from kintsugi.telemetry.events import Alert, Note
-from kintsugi.transport import Blob, Endpoint, Reply, new_key_pair
+from kintsugi.transport import Endpoint
 from kintsugi.transport.store import StoreServer
 from kintsugi.types import Peer
 from kintsugi.weights.publish import Publisher
 from kintsugi.weights.transports.collective import CollectiveTransport
 from kintsugi.weights.transports.device import DeviceSlots
-from kintsugi.weights.transports.relay import RelayTransport
 
 JOB, HOST = "weightsync", "host-0"
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,7 +140,7 @@ class CopyBaseline:
 
 
 class PublishingRank:
-    """Answers servers while it is not busy publishing."""
+    """Publishes a version after the other."""
 
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(1)
@@ -156,7 +151,6 @@ class PublishingRank:
         size = sum(tensor.nbytes for tensor in self._weights.values())
         self._baseline = CopyBaseline(size) if self._device.type == "cpu" else None
         self.endpoint = endpoint_of(setup)
-        self._uploading = _Uploading(setup)
         self._store = StoreServer(keys=(setup.public_key, setup.secret_key))
         self._publisher: Publisher | None = None
 
@@ -164,7 +158,6 @@ class PublishingRank:
         if order.publish is None:
             self.endpoint.set_book(AddressBook(1, order.peers))
             self._store.admit(lambda key: self.endpoint.role_of_key(key) is not None)
-            self._uploading.set_peers(order.peers)
             segments = SegmentClient(f"kintsugi-{self._setup.job}-{HOST}")
             self._publisher = Publisher(
                 process=self._setup.process,
@@ -179,7 +172,6 @@ class PublishingRank:
                         keys=(self._setup.public_key, self._setup.secret_key),
                         emit=_print,
                     ),
-                    RelayTransport(self._uploading.submit, process=self._setup.process, emit=_print),
                 ),
             )
             return Told()
@@ -198,61 +190,18 @@ class PublishingRank:
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        return self.endpoint.peer(host=HOST), self._uploading.endpoint.peer(host=HOST)
+        return (self.endpoint.peer(host=HOST),)
 
     def turn(self) -> None:
-        for delivery in self.endpoint.poll(0.5):
-            if isinstance(delivery.body, FetchWeights) and self._publisher is not None:
-                body, blobs = self._publisher.answer(delivery.body)
-                self.endpoint.reply(delivery, body, blobs=blobs)
-
-
-class _Uploading:
-    """An endpoint of the upload's own, as a `worker.Shell` is in a run: it belongs to one thread at a time."""
-
-    def __init__(self, setup: Setup) -> None:
-        public_key, secret_key = new_key_pair()
-        other = msgspec.structs.replace(
-            setup, process="model-1", public_key=public_key, secret_key=secret_key
-        )
-        self.endpoint = endpoint_of(other)
-        self._lock = threading.Lock()
-
-    def set_peers(self, peers: Sequence[Peer]) -> None:
-        self.endpoint.set_book(AddressBook(1, tuple(peers)))
-
-    def submit(self, process: str, body: Body, blobs: Sequence[Blob], deadline_s: float) -> ReplyHandle:
-        with self._lock:
-            return Asked(self.endpoint, process, body, deadline_s=deadline_s, blobs=blobs)
-
-
-class Asked:
-    """An answer that comes when it is asked for."""
-
-    def __init__(
-        self, endpoint: Endpoint, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()
-    ) -> None:
-        self._endpoint = endpoint
-        self._pending = endpoint.request(process, body, deadline_s=deadline_s, blobs=blobs)
-
-    @property
-    def done(self) -> bool:
-        self._endpoint.turn(0)
-        return self._pending.done
-
-    def result(self) -> Reply:
-        while not self._pending.done:
-            self._endpoint.turn(0.5)
-        return self._pending.result()
+        self.endpoint.poll(0.5)
 
 
 class AgentSide:
-    """Holds segments and uploads, as a node agent does."""
+    """Holds segments, as a node agent does."""
 
     def __init__(self, setup: Setup) -> None:
         self.endpoint = endpoint_of(setup)
         self._segments = SegmentServer(self.endpoint, job=setup.job, host=HOST, capacity=CAPACITY)
-        self._meta_server = WeightRelay(self.endpoint, capacity=CAPACITY)
 
     def carry_out(self, order: Order) -> Told:
         self.endpoint.set_book(AddressBook(1, order.peers))
@@ -263,9 +212,7 @@ class AgentSide:
         return (self.endpoint.peer(host=HOST),)
 
     def turn(self) -> None:
-        for delivery in self.endpoint.poll(0.5):
-            if isinstance(delivery.body, FetchWeights | UploadWeights):
-                self._meta_server.handle(delivery)
+        self.endpoint.poll(0.5)
 
 
 def _print(event: Alert | Note) -> None:

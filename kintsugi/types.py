@@ -302,12 +302,14 @@ class SegmentSource(msgspec.Struct, frozen=True, tag="segment"):
 
 
 class StreamSource(msgspec.Struct, frozen=True, tag="stream"):
-    """The pieces can be fetched from a process over a bulk stream."""
+    """The pieces can be fetched from a process over the bulk channel."""
 
     process: str
     owners: tuple[str, ...] = ()
-    """If the process is a weight relay: the ranks that upload to it, by their share (`Piece.mesh["dp"]`). Missing
-    pieces can be fetched from them."""
+    """If the process is a meta-server: the ranks that upload to it, by their share (`Piece.mesh["dp"]`). Missing pieces
+    can be fetched from them."""
+    chain: tuple[str, ...] = ()
+    """Agents that fetch one from the other, piece by piece; the first from the meta-server."""
 
 
 class FolderSource(msgspec.Struct, frozen=True, tag="folder"):

@@ -25,6 +25,7 @@ from uuid import uuid4
 
 import msgspec
 
+from kintsugi.bulk.endpoint import BulkEndpoint
 from kintsugi.cluster.child import (
     FORK_SERVER,
     STACK_DUMP_S,
@@ -51,18 +52,20 @@ from kintsugi.cluster.orphans import hold_descendants, kill_children, kill_group
 from kintsugi.cluster.peer_snapshots import NUM_STEPS, PeerSnapshotStore
 from kintsugi.cluster.process_factory import ProcessFactory
 from kintsugi.cluster.restart_policy import RestartLimit
-from kintsugi.cluster.shared_memory import SegmentServer
+from kintsugi.cluster.shared_memory import OwnSegments, SegmentServer
 from kintsugi.cluster.spawn import StartOrder, await_readable, own_session_and_log
-from kintsugi.cluster.weight_relay import WeightRelay
+from kintsugi.cluster.weight_holder import WeightHolder
 from kintsugi.errors import RefusedError, StartFailed, UserError
 from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_ORPHANED
+from kintsugi.process.loop_calls import LoopCalls
 from kintsugi.process.main import run_process
 from kintsugi.process.membership import HEARTBEAT_S, Membership, open_endpoint
 from kintsugi.protocol.agents import Inspect, ProcessExited, ProcessStarted, StartProcess, StopProcess
 from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.bulk import OpenBulk
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.recovery import FetchState, KeepState
-from kintsugi.protocol.weights import FetchWeights, UploadWeights
+from kintsugi.protocol.weights import HoldWeights, UploadWeights
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
@@ -135,8 +138,21 @@ class Agent:
         self._signals = Signals(signal.SIGTERM, signal.SIGINT)
         capacity = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         self._segments = SegmentServer(self._endpoint, job=own.job, host=own.host, capacity=capacity)
-        self._peer_snapshots = PeerSnapshotStore(capacity=capacity // NUM_STEPS)
-        self._weight_relay = WeightRelay(self._endpoint, capacity=capacity)
+        self._calls = LoopCalls(self._endpoint)
+        self._bulk = BulkEndpoint.described(
+            own, peer_of=self._endpoint.peers.get, call=self._calls.call, emit=self._monitor.log.emit
+        )
+        self._peer_snapshots = PeerSnapshotStore(
+            self._endpoint, self._bulk, self._calls, capacity=capacity // NUM_STEPS
+        )
+        self._weight_holder = WeightHolder(
+            self._endpoint,
+            self._bulk,
+            self._calls,
+            process=own.process,
+            segments=OwnSegments(self._segments),
+            emit=self._monitor.log.emit,
+        )
         self._factory = ProcessFactory(
             self._endpoint,
             parent=self,
@@ -220,13 +236,21 @@ class Agent:
             case _ if self._arbiter.handle(delivery):
                 pass
             case KeepState() | FetchState():
-                self._peer_snapshots.handle(delivery, endpoint=self._endpoint)
-            case UploadWeights() | FetchWeights():
-                self._weight_relay.handle(delivery)
+                self._peer_snapshots.handle(delivery)
+            case UploadWeights() | HoldWeights():
+                self._weight_holder.handle(delivery)
+            case OpenBulk(certificate=certificate):
+                self._open_bulk(delivery, certificate)
             case body if delivery.wants_reply:
                 self._endpoint.fail(delivery, RefusedError(f"an agent does not do {type(body).__name__}"))
             case _:
                 pass
+
+    def _open_bulk(self, delivery: Delivery, certificate: bytes) -> None:
+        try:
+            self._endpoint.reply(delivery, self._bulk.server.open_session(delivery.peer, certificate))
+        except (RefusedError, OSError) as error:
+            self._endpoint.fail(delivery, error)
 
     def _handle_start(self, delivery: Delivery, order: StartProcess) -> None:
         """Start a process and answer when it runs. For one that runs already the answer is repeated; an earlier
@@ -608,6 +632,10 @@ class Agent:
                 self._table.unlink(missing_ok=True)
             for handle in self._descendants:
                 handle.send_signal(signal.SIGKILL)
+        self._calls.close()
+        self._peer_snapshots.close()
+        self._weight_holder.close()
+        self._bulk.close()
         self._segments.close()
         self._signals.close()
         self._endpoint.close(flush_s=0.0 if self._master else FLUSH_S)

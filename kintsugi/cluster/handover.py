@@ -112,6 +112,7 @@ def child_bootstrap(
         segments=segments,
         broken_chips=broken_chips,
         term=term,
+        bulk=agent.bulk,
         num_processes=agent.num_processes,
     )
 

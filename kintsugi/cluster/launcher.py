@@ -389,6 +389,7 @@ class _Launcher:
                 lifeline=self._lifeline_read if role is Role.AGENT else -1,
                 bind=places[peer.host].bind,
                 known_as=places[peer.host].known_as,
+                bulk=config.cluster.bulk,
                 num_processes=num_processes(config),
             )
 

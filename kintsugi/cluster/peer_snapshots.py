@@ -1,160 +1,177 @@
 """Peer snapshots: training states of ranks of another host, held so that the loss of a whole host loses no step.
 
 The states of the latest two steps are held in the agent's own memory, because a prepared step may never be committed.
-All ranks hold the same state, so it does not matter which of them sent it. A state arrives and is returned piece by
-piece; each is verified when it arrives, and again by its receiver. A message takes the agent's loop some milliseconds.
+All ranks hold the same state, so it does not matter which of them sent it. A background thread fetches a state from the
+rank that offers it; every piece is verified when it arrives, and again by the rank that fetches it from here.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
+import threading
+from dataclasses import dataclass
+from typing import Protocol
 
-from kintsugi.errors import DataDamaged, IntegrityError, RefusedError
+import msgspec
+
+from kintsugi.bulk.endpoint import BulkEndpoint
+from kintsugi.bulk.exports import FileExport
+from kintsugi.bulk.pull import Pull, Share
+from kintsugi.errors import KintsugiError, RefusedError
+from kintsugi.process.loop_calls import LoopCalls
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import FetchState, KeepState, StateFetched
-from kintsugi.protocol.weights import WeightsFetched
-from kintsugi.runtime.digests import piece_digest
-from kintsugi.transport import Blob, Delivery, Endpoint, chunks
+from kintsugi.transport import Delivery
 from kintsugi.types import Role, role_of
 
 NUM_STEPS = 2
 
 
-@dataclass
-class _Arriving:
-    """A state of which pieces are missing."""
+class Replies(Protocol):
+    """The part of an endpoint that answers requests."""
 
-    owner: str
+    def reply(self, delivery: Delivery, body: Body) -> None: ...
+
+    def fail(self, delivery: Delivery, error: BaseException) -> object: ...
+
+
+@dataclass(eq=False)
+class _State:
+    """Memory of one state, without the gaps that the manifest has between its pieces."""
+
     state: StateFetched
+    descriptor: int
     buffer: memoryview
-    offsets: list[int]
-    missing: set[int] = field(default_factory=set)
+    places: dict[int, tuple[int, int]]
+
+    @classmethod
+    def create(cls, state: StateFetched, *, size: int) -> _State:
+        descriptor = os.memfd_create("kintsugi-peer-snapshot", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size)
+            buffer = memoryview(mmap.mmap(descriptor, size))
+        except OSError:
+            os.close(descriptor)
+            raise
+        places, end = {}, 0
+        for index, piece in enumerate(state.manifest.pieces):
+            places[index] = end, piece.size
+            end += piece.size
+        return cls(state, descriptor, buffer, places)
 
 
 class PeerSnapshotStore:
-    """Holds the latest states: `keep` stores pieces of one, `answer` returns them."""
+    """Holds the latest states. It belongs to the agent's loop, and never blocks it for a transfer."""
 
-    def __init__(self, *, capacity: int) -> None:
+    def __init__(self, replies: Replies, bulk: BulkEndpoint, calls: LoopCalls, *, capacity: int) -> None:
         """`capacity` is the maximum size of one state in bytes; a larger one is refused before memory is allocated."""
+        self._replies = replies
+        self._bulk = bulk
+        self._calls = calls
         self._capacity = capacity
-        self._states: dict[int, tuple[StateFetched, memoryview]] = {}
-        self._arriving: _Arriving | None = None
+        self._states: dict[int, _State] = {}
+        self._arriving: _State | None = None
 
-    def handle(self, delivery: Delivery, *, endpoint: Endpoint) -> None:
-        """Carry out a request of a rank and answer it. A rank can only store its own state."""
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps whose states are held."""
+        return tuple(self._states)
+
+    def handle(self, delivery: Delivery) -> None:
+        """Carry out a request of a rank. A rank can only store its own state."""
         request, sender = delivery.body, delivery.envelope.sender
         try:
             if isinstance(request, KeepState):
                 if request.owner != sender or role_of(sender) is not Role.MODEL:
                     raise RefusedError(f"{sender} can not give the state of {request.owner}")
-                self.keep(request, delivery.blobs)
-                endpoint.reply(delivery, Ok())
+                self._begin(delivery, request)
             else:
                 assert isinstance(request, FetchState)
-                body, blobs = self.answer(request)
-                endpoint.reply(delivery, body, blobs=blobs)
-        except (IntegrityError, RefusedError) as error:
-            endpoint.fail(delivery, error)
+                self._replies.reply(delivery, self._offered(request))
+        except (KintsugiError, OSError) as error:
+            self._replies.fail(delivery, error)
 
-    def keep(self, request: KeepState, blobs: Sequence[Blob]) -> None:
-        """Store pieces of a rank's latest state; the last one completes it. A damaged piece is refused, and ends the
-        copy; the states before stay.
-
-        Its step may be earlier than the last one: after a rollback steps are trained again, and the later states are
-        dropped.
-        """
-        arriving = self._arriving
-        if arriving is None or (arriving.owner, arriving.state) != (request.owner, request.state):
-            arriving = self._arriving = self._begin(request)
-        try:
-            self._take(arriving, request.pieces or tuple(range(len(arriving.offsets))), blobs)
-        except (IntegrityError, RefusedError):
-            self._arriving = None
-            raise
-        if arriving.missing:
-            return
+    def close(self) -> None:
         self._arriving = None
-        step = arriving.state.manifest.step
-        earlier = sorted(other for other in self._states if other < step)[1 - NUM_STEPS :]
-        self._states = {other: self._states[other] for other in earlier}
-        self._states[step] = (arriving.state, arriving.buffer)
+        for step in tuple(self._states):
+            self._drop(step)
 
-    def _begin(self, request: KeepState) -> _Arriving:
-        manifest = request.state.manifest
+    def _begin(self, delivery: Delivery, request: KeepState) -> None:
+        """Fetch a state in the background. It replaces one that is still arriving; those before stay."""
+        manifest, offer, owner = request.state.manifest, request.state.offer, request.owner
         size = sum(piece.size for piece in manifest.pieces)
         if not 0 < size <= self._capacity or any(piece.size < 0 for piece in manifest.pieces):
             raise RefusedError(
-                f"state of {request.owner}: expected 1 to {self._capacity} bytes, got a manifest of {size}"
+                f"state of {owner}: expected 1 to {self._capacity} bytes, got a manifest of {size}"
             )
+        if offer is None or offer.process != owner:
+            raise RefusedError(f"{owner} offered no state of step {manifest.step}")
         self._arriving = None  # Its memory is freed before more is taken.
-        buffer = memoryview(mmap.mmap(-1, size))
-        offsets = _packed_offsets(request.state)
-        return _Arriving(request.owner, request.state, buffer, offsets, set(range(len(offsets))))
+        arriving = self._arriving = _State.create(request.state, size=size)
 
-    def _take(self, arriving: _Arriving, indices: Sequence[int], blobs: Sequence[Blob]) -> None:
-        """Copy pieces, which the blobs contain one after the other, to their places, and verify them there."""
-        owner, pieces = arriving.owner, arriving.state.manifest.pieces
-        if any(not 0 <= index < len(pieces) for index in indices):
-            raise RefusedError(f"state of {owner}: it has {len(pieces)} pieces, got {tuple(indices)}")
-        targets = [
-            arriving.buffer[arriving.offsets[index] : arriving.offsets[index] + pieces[index].size]
-            for index in indices
-        ]
-        size, got = sum(map(len, targets)), sum(memoryview(blob).nbytes for blob in blobs)
-        if size != got:
-            raise IntegrityError(f"state of {owner}: expected {size} bytes, got {got}")
-        _scatter(blobs, targets)
-        for index, target in zip(indices, targets, strict=True):
-            found = piece_digest(target)
-            if found != pieces[index].digest:
-                raise IntegrityError(
-                    f"state of {owner}: expected {pieces[index].name} with xxh3 {pieces[index].digest}, got {found}",
-                    detail=DataDamaged(owner),
-                )
-            arriving.missing.discard(index)
+        def place(index: int) -> memoryview:
+            start, length = arriving.places[index]
+            return arriving.buffer[start : start + length]
 
-    def answer(self, request: FetchState) -> tuple[Body, Sequence[Blob]]:
-        """Return the manifest, or the bytes of the requested pieces."""
-        state, buffer = self._find(request)
-        if not request.pieces:
-            return state, ()
-        offsets = _packed_offsets(state)
-        frames: list[memoryview] = []
-        for index in request.pieces:
-            if not 0 <= index < len(offsets):
-                raise RefusedError(f"the state has {len(offsets)} pieces, not one {index}")
-            start = offsets[index]
-            frames += chunks(buffer[start : start + state.manifest.pieces[index].size])
-        return WeightsFetched(request.step), frames
+        def check() -> None:
+            if self._arriving is not arriving:
+                raise RefusedError(f"the state of step {manifest.step} was given up for another one")
 
-    def _find(self, request: FetchState) -> tuple[StateFetched, memoryview]:
+        pull = Pull(
+            dict(enumerate(manifest.pieces)),
+            [Share(owner, (owner,), tuple(range(len(manifest.pieces))))],
+            into=place,
+            locate=lambda process: offer,
+            client=self._bulk.client,
+            what=f"the state of {owner}",
+            check=check,
+        )
+
+        def work() -> None:
+            error: Exception | None = None
+            try:
+                pull.run()
+            except Exception as failure:  # noqa: BLE001 - the thread's outermost boundary: the loop answers with it.
+                error = failure
+            self._calls.run(lambda: self._arrived(delivery, arriving, error))
+
+        threading.Thread(target=work, name="peer-snapshot", daemon=True).start()
+
+    def _arrived(self, delivery: Delivery, arriving: _State, error: Exception | None) -> None:
+        """Hold a state that is whole and verified. Its step may be earlier than the last one: after a rollback steps
+        are trained again, and the later states are dropped."""
+        if self._arriving is arriving:
+            self._arriving = None
+        elif error is None:
+            error = RefusedError("a later state has replaced this one")
+        if error is not None:
+            os.close(arriving.descriptor)
+            self._replies.fail(delivery, error)
+            return
+        step = arriving.state.manifest.step
+        earlier = sorted(other for other in self._states if other < step)[1 - NUM_STEPS :]
+        for other in [other for other in self._states if other not in earlier]:
+            self._drop(other)
+        self._states[step] = self._offer(arriving)
+        self._replies.reply(delivery, Ok())
+
+    def _offer(self, arriving: _State) -> _State:
+        """Offer a state from here."""
+        export = FileExport(arriving.places, arriving.buffer, descriptor=arriving.descriptor, is_whole=True)
+        offer = self._bulk.server.offer(f"state-{arriving.state.manifest.step}", export)
+        arriving.state = msgspec.structs.replace(arriving.state, offer=offer)
+        return arriving
+
+    def _offered(self, request: FetchState) -> StateFetched:
         if request.step not in self._states:
             there = ", ".join(str(step) for step in self._states) or "none"
             raise RefusedError(f"no state of step {request.step} is kept; there are: {there}")
-        return self._states[request.step]
+        return self._states[request.step].state
 
-
-def _scatter(blobs: Sequence[Blob], targets: Sequence[memoryview]) -> None:
-    """Copy the bytes of all blobs, one after the other, into the targets, which have the same size together."""
-    ahead = [memoryview(blob).cast("B") for blob in reversed(blobs)]
-    for target in targets:
-        filled = 0
-        while filled < len(target):
-            source = ahead.pop()
-            count = min(len(source), len(target) - filled)
-            target[filled : filled + count] = source[:count]
-            filled += count
-            if count < len(source):
-                ahead.append(source[count:])
-
-
-def _packed_offsets(state: StateFetched) -> list[int]:
-    """Offsets of the pieces in the stream, which has no gaps; the manifest's own offsets have."""
-    offsets, end = [], 0
-    for piece in state.manifest.pieces:
-        offsets.append(end)
-        end += piece.size
-    return offsets
+    def _drop(self, step: int) -> None:
+        dropped = self._states.pop(step)
+        assert dropped.state.offer is not None
+        self._bulk.server.withdraw(dropped.state.offer.export)
+        os.close(dropped.descriptor)

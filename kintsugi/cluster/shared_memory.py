@@ -103,7 +103,7 @@ class SegmentServer:
         for client in tuple(self._clients.values()):
             self._drop(client)
         for name in tuple(self._segments):
-            self._remove(name)
+            self.remove(name)
 
     def _accept(self) -> None:
         try:
@@ -154,25 +154,30 @@ class SegmentServer:
     def _carry_out(self, request: Request, *, offered: int) -> int | None:
         match request:
             case CreateSegment(name=name, size=size):
-                return self._create(name, size=size)
+                return self.create(name, size=size)
             case OfferSegment(name=name, size=size):
                 self._take(name, size=size, offered=offered)
                 return None
             case OpenSegment(name=name):
-                if name not in self._segments:
-                    raise RefusedError(f"no segment {name}; there are {len(self._segments)} on this host")
-                return self._segments[name][0]
+                return self.open(name)
             case RemoveSegment(name=name):
-                self._remove(name)
+                self.remove(name)
                 return None
 
-    def _create(self, name: str, *, size: int) -> int:
+    def open(self, name: str) -> int:
+        """Descriptor of an existing segment, which stays the server's."""
+        if name not in self._segments:
+            raise RefusedError(f"no segment {name}; there are {len(self._segments)} on this host")
+        return self._segments[name][0]
+
+    def create(self, name: str, *, size: int) -> int:
+        """Descriptor of a segment of this size, which stays the server's."""
         descriptor, old_size = self._segments.get(name, (-1, 0))
         if descriptor >= 0 and old_size == size:
             return descriptor
         self._check_room(name, size=size)
         made = _memory(name, size=size)
-        self._remove(name)
+        self.remove(name)
         self._segments[name] = (made, size)
         return made
 
@@ -199,10 +204,26 @@ class SegmentServer:
         if descriptor < 0 and len(self._segments) >= _MOST_SEGMENTS:
             raise RefusedError(f"segment {name} is one too many: {_MOST_SEGMENTS} exist")
 
-    def _remove(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         descriptor, _ = self._segments.pop(name, (-1, 0))
         if descriptor >= 0:
             os.close(descriptor)
+
+
+class OwnSegments:
+    """Access of the agent itself to the segments that it serves; descriptors belong to the caller, as for clients."""
+
+    def __init__(self, server: SegmentServer) -> None:
+        self._server = server
+
+    def create(self, name: str, size: int) -> int:
+        return os.dup(self._server.create(name, size=size))
+
+    def open(self, name: str) -> int:
+        return os.dup(self._server.open(name))
+
+    def remove(self, name: str) -> None:
+        self._server.remove(name)
 
 
 def _memory(name: str, *, size: int) -> int:

@@ -455,6 +455,9 @@ class ClusterSection(_Section, frozen=True):
     port: int = 0
     """Port of the master. 0: any free port."""
     bandwidth: BandwidthSection = BandwidthSection()
+    bulk: Literal["encrypted", "authenticated"] = "encrypted"
+    """Protection of weights and states between hosts. "encrypted": TLS 1.3. "authenticated": plain TCP with a message
+    authentication code per chunk; faster, and others on the network can read the weights."""
     start_timeout_s: float = 120.0
     """Timeout for the start of a process, including imports."""
     share_device: ShareDevice = "no"

@@ -4,12 +4,13 @@ progress."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import NoReturn
 
 import torch
 
+from kintsugi.bulk.endpoint import open_bulk
 from kintsugi.cluster.shared_memory import SegmentClient
 from kintsugi.config.recipe import load_config
 from kintsugi.device_lease.client import UNSHARED, LeaseHandle, open_lease
@@ -46,21 +47,22 @@ from kintsugi.model.device import choose_device, identity
 from kintsugi.model.device_errors import as_world_error
 from kintsugi.model.device_usage import device_gauges
 from kintsugi.process.main import run_worker
-from kintsugi.process.shell import Mailbox, ReplyHandle, Shell
+from kintsugi.process.shell import Mailbox, Shell
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.generation import Cancel, Generate, Interrupt, Produced
 from kintsugi.protocol.membership import Ok
-from kintsugi.protocol.weights import FetchWeights, LoadWeights, WeightsLoaded
+from kintsugi.protocol.weights import FetchWeights, HoldWeights, LoadWeights, WeightsLoaded
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.peak_memory import PEAKS
 from kintsugi.telemetry.events import Note, WeightsFromFallback
-from kintsugi.transport import Delivery
+from kintsugi.transport import Delivery, Reply
 from kintsugi.types import Fragment, WeightManifest, WeightSource
 from kintsugi.weights.fetch import Fetched, Fetcher, describe
 from kintsugi.weights.transports.collective import receive
 from kintsugi.weights.transports.device import MappedSlots
+from kintsugi.weights.transports.stream import StreamFetch
 
 IDLE_WAIT_S = 5.0
 MAX_WAITING_SAMPLES = 1 << 16
@@ -441,11 +443,17 @@ def main(bootstrap: Bootstrap) -> int:
     def body(shell: Shell) -> None:
         if note := note_of(backend):
             shell.events.emit(Note(note))
+        bulk = resources.enter_context(closing(open_bulk(shell)))
         fetcher = Fetcher(
             process=shell.process,
             host=bootstrap.host,
-            send_request=partial(_ask, shell),
-            emit=shell.events.emit,
+            stream=StreamFetch(
+                shell.process,
+                call=partial(_call, shell),
+                client=bulk.client,
+                agent=bootstrap.agent,
+                emit=shell.events.emit,
+            ),
             device=MappedSlots(device) if device.type == "cuda" else None,
             join=partial(receive, keys=shell.keys),
         )
@@ -456,7 +464,8 @@ def main(bootstrap: Bootstrap) -> int:
             shell, backend, fetch=fetch, lease=lease, verify=verify, note_memory=partial(_note_memory, device)
         ).serve()
 
-    return run_worker(bootstrap, body, capabilities={"device": str(device), "chip": identity(device)})
+    with ExitStack() as resources:
+        return run_worker(bootstrap, body, capabilities={"device": str(device), "chip": identity(device)})
 
 
 def _note_memory(device: torch.device) -> None:
@@ -464,8 +473,8 @@ def _note_memory(device: torch.device) -> None:
         PEAKS.note_device(torch.cuda, device)
 
 
-def _ask(shell: Shell, process: str, request: FetchWeights, deadline_s: float) -> ReplyHandle:
-    return shell.submit(process, request, deadline_s=deadline_s)
+def _call(shell: Shell, process: str, request: FetchWeights | HoldWeights, deadline_s: float) -> Reply:
+    return shell.call(process, request, deadline_s=deadline_s)
 
 
 def _fetch(

@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from kintsugi.errors import DeadlineExceeded, fault_of
@@ -36,7 +36,7 @@ from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS, IDLENESS
 from kintsugi.runtime.waits import join, wait
 from kintsugi.telemetry.events import EventLog, FaultSeen, ProcessEnded
-from kintsugi.transport import Blob, Delivery, PendingReply, Reply
+from kintsugi.transport import Delivery, PendingReply, Reply
 from kintsugi.types import Peer, Role
 
 GRACE_S = 5.0
@@ -66,15 +66,13 @@ class Mailbox(Protocol):
 
     def take_all(self) -> list[Delivery]: ...
 
-    def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None: ...
+    def reply(self, delivery: Delivery, body: Body) -> None: ...
 
     def fail(self, delivery: Delivery, error: BaseException) -> None: ...
 
-    def send(self, process: str, body: Body, *, blobs: Sequence[Blob] = ()) -> None: ...
+    def send(self, process: str, body: Body) -> None: ...
 
-    def submit(
-        self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()
-    ) -> ReplyHandle: ...
+    def submit(self, process: str, body: Body, *, deadline_s: float) -> ReplyHandle: ...
 
     def report(self, *, load: float, gauges: dict[str, float]) -> None: ...
 
@@ -235,9 +233,9 @@ class Shell:
                 deliveries.append(delivery)
         return deliveries
 
-    def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
+    def reply(self, delivery: Delivery, body: Body) -> None:
         """Answer a request."""
-        self._order(lambda: self._endpoint.reply(delivery, body, blobs=blobs))
+        self._order(lambda: self._endpoint.reply(delivery, body))
 
     def fail(self, delivery: Delivery, error: BaseException) -> None:
         """Answer a request with the error that it ended in, and record the fault."""
@@ -245,20 +243,20 @@ class Shell:
         self.reply(delivery, Failed(fault))
         self.events.emit(FaultSeen(fault))
 
-    def send(self, process: str, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
+    def send(self, process: str, body: Body) -> None:
         """Send a one-way message."""
-        self._order(lambda: self._endpoint.send(process, body, blobs=blobs))
+        self._order(lambda: self._endpoint.send(process, body))
 
-    def submit(self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()) -> Future:
+    def submit(self, process: str, body: Body, *, deadline_s: float) -> Future:
         """Send a request without waiting for the reply."""
         self._raise_if_ended()
         future = Future(process=process, what=type(body).__name__, deadline_s=deadline_s)
-        self._order(lambda: self._submit(future, process, body, deadline_s, blobs))
+        self._order(lambda: self._submit(future, process, body, deadline_s))
         return future
 
-    def call(self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()) -> Reply:
+    def call(self, process: str, body: Body, *, deadline_s: float) -> Reply:
         """Send a request and wait for the reply."""
-        return self.submit(process, body, deadline_s=deadline_s, blobs=blobs).result()
+        return self.submit(process, body, deadline_s=deadline_s).result()
 
     def close(self) -> None:
         """End the control thread after all orders of the main thread have been carried out."""
@@ -281,13 +279,11 @@ class Shell:
 
     # In the control thread.
 
-    def _submit(
-        self, future: Future, process: str, body: Body, deadline_s: float, blobs: Sequence[Blob]
-    ) -> None:
+    def _submit(self, future: Future, process: str, body: Body, deadline_s: float) -> None:
         if self._ended is not None:
             future.settle(None, ShuttingDown(self._ended))
             return
-        pending = self._endpoint.request(process, body, deadline_s=deadline_s, blobs=blobs)
+        pending = self._endpoint.request(process, body, deadline_s=deadline_s)
         if pending.done:
             future.settle(pending.reply, pending.error)
             return

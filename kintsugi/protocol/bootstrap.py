@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kintsugi.protocol.bulk import BulkMode
 from kintsugi.types import Peer, Role
 
 
@@ -40,5 +41,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     term: int = 0
     adopting: bool = False
     """For a master: whether it replaces one that died, so that workers may still run and continue under it."""
+    bulk: BulkMode = "encrypted"
+    """Protection of bulk connections to this process."""
     num_processes: int = 0
     """Processes that the run starts with: the peers that this one may have."""

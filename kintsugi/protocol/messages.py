@@ -26,12 +26,15 @@ One module per link holds the structs. Nothing is pickled or evaluated; decoding
 | AskStanding                      | master → model       | RankStanding       |
 | FetchSamples                     | model → rollout      | SamplesFetched     |
 | FetchRelayed                     | model → model        | Relayed            |
-| FetchWeights                     | server → model, server → agent | WeightsFetched (+ bulk frames) |
-| UploadWeights (+ bulk frames)    | model → agent        | Ok                 |
-| FetchState                       | model → model, model → agent | StateFetched, WeightsFetched (+ bulk frames) |
-| KeepState (+ bulk frames)        | model → agent        | Ok                 |
+| FetchWeights                     | server → model, agent → model | WeightsFetched |
+| HoldWeights                      | server → agent, agent → agent | WeightsHeld |
+| UploadWeights                    | model → agent        | Ok                 |
+| FetchState                       | model → model, model → agent | StateFetched |
+| KeepState                        | model → agent        | Ok                 |
+| OpenBulk                         | model, server, agent → model, agent | BulkOpened |
 
-Any request can be answered with Failed instead.
+Any request can be answered with Failed instead. Weights and states themselves are fetched over the bulk channel
+(`kintsugi/bulk`), from the offers that these messages carry.
 
 | one-way message                  | from → to            |
 |----------------------------------|----------------------|
@@ -59,6 +62,7 @@ from kintsugi.protocol.agents import (
     StopProcess,
     TimeTold,
 )
+from kintsugi.protocol.bulk import BulkOpened, OpenBulk
 from kintsugi.protocol.device_lease import ToArbiter, ToHolder
 from kintsugi.protocol.generation import Cancel, Generate, Generated, Interrupt, Produced, Retire
 from kintsugi.protocol.membership import (
@@ -102,11 +106,13 @@ from kintsugi.protocol.training import (
 )
 from kintsugi.protocol.weights import (
     FetchWeights,
+    HoldWeights,
     LoadWeights,
     Publish,
     Published,
     UploadWeights,
     WeightsFetched,
+    WeightsHeld,
     WeightsLoaded,
 )
 
@@ -151,6 +157,8 @@ Body = (
     | Published
     | FetchWeights
     | WeightsFetched
+    | HoldWeights
+    | WeightsHeld
     | UploadWeights
     | LoadWeights
     | WeightsLoaded
@@ -172,6 +180,8 @@ Body = (
     | AskStanding
     | RankStanding
     | KeepState
+    | OpenBulk
+    | BulkOpened
     | ToArbiter
     | ToHolder
 )

@@ -7,6 +7,7 @@ latest one it has carried out.
 from __future__ import annotations
 
 from kintsugi.protocol.body import MessageBody
+from kintsugi.protocol.bulk import BulkOffer
 from kintsugi.types import WeightManifest
 
 
@@ -105,11 +106,9 @@ class RankStanding(MessageBody, frozen=True):
 
 
 class FetchState(MessageBody, frozen=True):
-    """Fetch the state of a replica, or a peer snapshot of an agent: without `pieces` the manifest, then its pieces."""
+    """Ask for the state of a replica, or for a peer snapshot of an agent."""
 
     step: int
-    pieces: tuple[int, ...] = ()
-    """Indices into the manifest; answered with WeightsFetched and their bytes, in order, as bulk frames."""
     owner: str = ""
 
 
@@ -123,13 +122,13 @@ class StateFetched(MessageBody, frozen=True):
     reference: str = ""
     critic_updates: int = 0
     critic_skipped: int = 0
+    offer: BulkOffer | None = None
+    """Offer of the pieces, by their indices in the manifest."""
 
 
 class KeepState(MessageBody, frozen=True):
-    """A rank stores a copy of its state with the agent of another host, in several messages; the bytes of these pieces
-    follow as bulk frames. The copy counts once all its pieces have arrived."""
+    """A rank stores a copy of its state with the agent of another host, which fetches it from the state's offer and
+    replies when it has all of it."""
 
     owner: str
     state: StateFetched
-    pieces: tuple[int, ...] = ()
-    """Indices into the manifest; empty means all."""

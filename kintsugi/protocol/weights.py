@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from kintsugi.protocol.body import MessageBody
+from kintsugi.protocol.bulk import BulkOffer
 from kintsugi.types import (
+    Piece,
+    StreamSource,
     WeightManifest,
     WeightSource,
 )
@@ -21,7 +24,9 @@ class Publish(MessageBody, frozen=True):
     share: tuple[int, int] = (0, 1)
     """(k, n): publish only the k-th of n parts of the pieces; other ranks publish the rest."""
     meta_server: str = ""
-    """Agent to upload the pieces to, for servers on other hosts to fetch; empty: they fetch from the rank."""
+    """Agent that holds the pieces for servers on other hosts; empty: they fetch from the rank."""
+    chain: tuple[str, ...] = ()
+    """Agents of the hosts of these servers: the first fetches from the meta-server, each other from the one before."""
     servers: tuple[str, ...] = ()
     """Servers that take part in a collective."""
 
@@ -32,25 +37,49 @@ class Published(MessageBody, frozen=True):
 
 
 class FetchWeights(MessageBody, frozen=True):
+    """Ask a rank for its share of a version."""
+
     version: int
-    pieces: tuple[int, ...] = ()
-    """Indices into the manifest; empty means all pieces."""
 
 
 class WeightsFetched(MessageBody, frozen=True):
+    """The pieces are ready to be fetched."""
+
     version: int
-    pieces: tuple[int, ...] = ()
-    """Indices of the pieces in this reply: a relay sends those it has as soon as it has any. Empty: all."""
+    offer: BulkOffer | None = None
+    """Offer of the pieces, by their indices in the manifest of the whole version."""
+
+
+class HoldWeights(MessageBody, frozen=True):
+    """Ask an agent to bring a version into its host's memory, once for all processes of the host, and to offer it to
+    the next host while it arrives."""
+
+    manifest: WeightManifest
+    source: StreamSource
+    is_awaited: bool = False
+    """Reply when the version is whole; else immediately."""
+
+
+class WeightsHeld(MessageBody, frozen=True):
+    version: int
+    segment: str
+    """Shared memory of the agent's host with the version."""
+    offer: BulkOffer
+    """The same for other hosts; pieces that are still arriving are sent as they arrive."""
 
 
 class UploadWeights(MessageBody, frozen=True):
-    """Hold these pieces of a version for servers to fetch; their bytes follow as bulk frames."""
+    """Let an agent hold these pieces of a version for other processes. It replies when it has them."""
 
     version: int
-    digest: str
-    """Digest of the rank's part of this version; a different one means that the step was undone and trained again."""
-    pieces: dict[int, int]
-    """Index → size in bytes, in the order of the bulk frames."""
+    size: int
+    """Size of the whole version."""
+    pieces: dict[int, Piece]
+    """By their index in the manifest of the whole version."""
+    offer: BulkOffer | None = None
+    """Offer from which the agent fetches them."""
+    segment: str = ""
+    """Shared memory of the agent's host in which they are already; nothing is copied then."""
 
 
 class LoadWeights(MessageBody, frozen=True):

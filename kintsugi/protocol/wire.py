@@ -8,6 +8,7 @@ import msgspec
 
 from kintsugi.protocol import (
     agents,
+    bulk,
     device_lease,
     generation,
     membership,
@@ -61,6 +62,7 @@ _MASTER = frozenset({Role.MASTER})
 _AGENT = frozenset({Role.AGENT})
 _MODEL = frozenset({Role.MODEL})
 _ON_DEVICE = frozenset({Role.MODEL, Role.SERVER})
+_FETCHES_WEIGHTS = frozenset({Role.SERVER, Role.AGENT})
 
 ALLOWED_SENDERS: dict[type[Body], frozenset[Role]] = {
     membership.Ping: _ANYONE,
@@ -92,8 +94,10 @@ ALLOWED_SENDERS: dict[type[Body], frozenset[Role]] = {
     training.Save: _MASTER,
     training.HashWeights: _MASTER,
     weights.LoadWeights: frozenset({Role.MASTER, Role.MANAGER}),
-    weights.FetchWeights: frozenset({Role.SERVER}),
+    weights.FetchWeights: _FETCHES_WEIGHTS,
+    weights.HoldWeights: _FETCHES_WEIGHTS,
     weights.UploadWeights: _MODEL,
+    bulk.OpenBulk: frozenset({Role.MODEL, Role.SERVER, Role.AGENT}),
     recovery.PreLock: _MASTER,
     recovery.DeviceStop: _MASTER,
     recovery.DeviceClean: _MASTER,
@@ -128,6 +132,8 @@ ALLOWED_SENDERS: dict[type[Body], frozenset[Role]] = {
     training.WeightsHashed: _REPLY,
     weights.WeightsLoaded: _REPLY,
     weights.WeightsFetched: _REPLY,
+    weights.WeightsHeld: _REPLY,
+    bulk.BulkOpened: _REPLY,
     recovery.RankReady: _REPLY,
     recovery.RankStanding: _REPLY,
     recovery.StateFetched: _REPLY,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
-from kintsugi.errors import RefusedError, UserError
+from kintsugi.errors import UserError
 from kintsugi.generation.engine.factory import build_engine, note_of, verification_of
 from kintsugi.generation.server import GenerationServer
 from kintsugi.model.device import choose_device, identity
@@ -39,7 +38,7 @@ def main(bootstrap: Bootstrap) -> int:
         deterministic=options.deterministic,
         kv_cache_gib=options.kv_cache_gib,
     )
-    fetcher = Fetcher(process=bootstrap.process, host=HOST, send_request=_refuse)
+    fetcher = Fetcher(process=bootstrap.process, host=HOST)
 
     def body(shell: Shell) -> None:
         # A gateway may run for months: its metrics report request latencies, not spans of single requests.
@@ -49,10 +48,6 @@ def main(bootstrap: Bootstrap) -> int:
         GenerationServer(shell, engine, fetch=fetcher.fetch, verify=verification_of(engine)).serve()
 
     return run_worker(bootstrap, body, capabilities={"device": str(device), "chip": identity(device)})
-
-
-def _refuse(process: str, request: object, deadline_s: float) -> NoReturn:
-    raise RefusedError(f"{process} has no weights to give: a gateway names a folder")
 
 
 def _dtype(options: ServerOptions, device: torch.device) -> torch.dtype:

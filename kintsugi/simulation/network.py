@@ -332,7 +332,7 @@ class SimulatedEndpoint:
         self.seen_term = self.directory.newest_term(self.seen_term, by=envelope.sender, of=envelope)
         if self.accepted is not None:
             self.accepted(envelope, body)
-        delivery = Delivery(envelope, body, (), caller.peer, source, caller.running)  # type: ignore[arg-type]
+        delivery = Delivery(envelope, body, caller.peer, source, caller.running)  # type: ignore[arg-type]
         if envelope.kind is _REQUEST:
             caller.running[envelope.sequence] = delivery
         self._owner.handle(delivery)

@@ -1,7 +1,7 @@
 """Peer replication: when all ranks run on one host, the agent of another host keeps their latest state in memory.
 
-The copy survives the loss of the ranks' host. It is sent by a background thread while training continues, in pieces and
-straight from the snapshot slot: neither side needs memory for a second copy. The thread holds the slot meanwhile. When
+The copy survives the loss of the ranks' host. The agent fetches it while training continues, straight from the snapshot
+slot: neither side needs memory for a second copy. A background thread holds the slot meanwhile. When
 the step after the next needs the slot, the copy is given up: peer replication never makes training wait.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 from torch import Tensor
 
+from kintsugi.bulk.exports import ViewExport
+from kintsugi.bulk.server import BulkServer
 from kintsugi.checkpoint.snapshot import SlotHeader
 from kintsugi.dataplane.rate_limit import RateLimit
 from kintsugi.model.tensor_file import PIECE_BYTES, view_of
@@ -28,21 +29,21 @@ from kintsugi.runtime.digests import piece_digest
 from kintsugi.runtime.waits import wait
 from kintsugi.telemetry.events import OperationFailed
 from kintsugi.training.snapshots import CopyCounters, SlotHold, state_fetched
-from kintsugi.transport import Blob, chunks
 from kintsugi.types import Peer, Piece, PieceKind, WeightManifest
 from kintsugi.weights.manifest import layout, layout_size, manifest_of
 from kintsugi.weights.publish import WHOLE_MODEL
 
 KEEP_TIMEOUT_S = 120.0
-"""Deadline of one message."""
-IN_FLIGHT = 2
-"""Messages in flight: one is on its way while the agent takes in the other."""
+"""Deadline of a copy."""
 POLL_S = 0.005
 OVERTAKEN_LIMIT = 3
 """Copies in a row that were given up for a later step, before this is reported."""
 
-Send = Callable[[str, KeepState, Sequence[Blob]], ReplyHandle]
-"""Send pieces of a state to an agent without waiting for its answer; may be called by any thread."""
+EXPORT = "peer-replica"
+"""Name of the offer of the state that is being copied."""
+
+Send = Callable[[str, KeepState], ReplyHandle]
+"""Send a request to an agent without waiting for its answer; may be called by any thread."""
 
 
 def describe_state(tensors: Mapping[str, Tensor], *, step: int) -> WeightManifest:
@@ -81,6 +82,13 @@ def piece_bytes(tensor: Tensor, piece: Piece) -> memoryview:
     """Bytes of a piece, as a view of its tensor, which is in host memory."""
     first, last = piece_range(piece)
     return view_of(tensor.cpu())[first:last]
+
+
+def state_export(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> ViewExport:
+    """Offer of a state in host memory, by the pieces of its manifest."""
+    pieces = manifest.pieces
+    sizes = {index: piece.size for index, piece in enumerate(pieces)}
+    return ViewExport(sizes, lambda index: piece_bytes(tensors[pieces[index].name], pieces[index]))
 
 
 def _rows(shape: tuple[int, ...], *, size: int) -> Iterator[tuple[int, int]]:
@@ -135,15 +143,17 @@ class PeerReplica:
     def __init__(
         self,
         send: Send,
+        server: BulkServer,
         *,
         process: str,
         bytes_per_s: float | None = None,
         emit: Callable[[OperationFailed], object] = lambda event: None,
     ) -> None:
-        """`bytes_per_s`: a copy that would exceed this rate is not sent. `emit` receives the failure of a copy, in the
-        background thread."""
+        """`server` offers the state to the agent. `bytes_per_s`: a copy that would exceed this rate is not sent. `emit`
+        receives the failure of a copy, in the background thread."""
         self._rate_limit = RateLimit(bytes_per_s)
         self._send = send
+        self._server = server
         self._process = process
         self._emit = emit
         self._reported = ""
@@ -209,40 +219,20 @@ class PeerReplica:
         if header is None or header.digest != copy.digest:
             self._overtaken(copy, agent)
             return False
-        state = state_fetched(describe_state(copy.tensors, step=copy.counters.step), copy.counters)
-        in_flight: deque[ReplyHandle] = deque()
-        for indices in _messages(state.manifest):
-            copy.hold.check()
-            pieces = [state.manifest.pieces[index] for index in indices]
-            frames = [
-                frame for piece in pieces for frame in chunks(piece_bytes(copy.tensors[piece.name], piece))
-            ]
-            in_flight.append(self._send(agent, KeepState(self._process, state, indices), frames))
-            COUNTERS.add("buddy_bytes", sum(piece.size for piece in pieces))
-            if len(in_flight) == IN_FLIGHT:
-                _await(in_flight.popleft(), copy.hold, agent=agent)
-        while in_flight:
-            _await(in_flight.popleft(), copy.hold, agent=agent)
+        manifest = describe_state(copy.tensors, step=copy.counters.step)
+        offer = self._server.offer(EXPORT, state_export(manifest, copy.tensors))
+        try:
+            state = msgspec.structs.replace(state_fetched(manifest, copy.counters), offer=offer)
+            _await(self._send(agent, KeepState(self._process, state)), copy.hold, agent=agent)
+        finally:
+            self._server.withdraw(EXPORT)  # Nothing is sent from the slot any more when it is released.
+        COUNTERS.add("buddy_bytes", sum(piece.size for piece in manifest.pieces))
         COUNTERS.add("buddy_copies")
         return True
 
 
-def _messages(manifest: WeightManifest) -> Iterator[tuple[int, ...]]:
-    """Indices of the pieces of each message: about `PIECE_BYTES` together."""
-    indices: list[int] = []
-    size = 0
-    for index, piece in enumerate(manifest.pieces):
-        if indices and size + piece.size > PIECE_BYTES:
-            yield tuple(indices)
-            indices, size = [], 0
-        indices.append(index)
-        size += piece.size
-    if indices:
-        yield tuple(indices)
-
-
 def _await(pending: ReplyHandle, hold: SlotHold, *, agent: str) -> None:
-    """Wait for the agent's confirmation of a message; raises what the agent replied, or if the copy is given up."""
+    """Wait for the agent's confirmation; raises what the agent replied, or if the copy is given up."""
     idle = threading.Event()
 
     def attempt(remaining_s: float) -> bool | None:

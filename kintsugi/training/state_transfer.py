@@ -1,78 +1,97 @@
 """Transfer of a rank's committed state to a rank that needs it: the serving side and the fetching side.
 
-Neither side makes a copy of the state: it is served from the snapshot slot of the one rank and written, piece by piece,
-into a slot of the other. Separate from `peer_replication.py`, which `state.py` imports.
+Neither side makes a copy of the state: it is offered from the snapshot slot of the one rank and received, piece by
+piece, into a slot of the other. Separate from `peer_replication.py`, which `state.py` imports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+import msgspec
 from torch import Tensor
 
+from kintsugi.bulk.client import BulkClient
+from kintsugi.bulk.pull import Pull, Share
+from kintsugi.bulk.server import BulkServer
 from kintsugi.errors import RefusedError
 from kintsugi.model.tensor_file import TensorPlace, stored_dtype, view_of
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import FetchState, StateFetched
-from kintsugi.protocol.weights import WeightsFetched
 from kintsugi.runtime.counters import COUNTERS
-from kintsugi.training.peer_replication import describe_state, piece_bytes, piece_range
+from kintsugi.runtime.digests import piece_digest
+from kintsugi.training.peer_replication import describe_state, piece_range, state_export
 from kintsugi.training.snapshots import CopyCounters, counters_of, state_fetched
 from kintsugi.training.state import TrainingState
-from kintsugi.transport import Blob, Reply, chunks
-from kintsugi.types import Piece, StreamSource, WeightManifest
-from kintsugi.weights.transports.stream import Pull, StreamAnswered
+from kintsugi.transport import Reply
+
+EXPORT = "state"
+"""Name of the offer of this rank's committed state."""
 
 Ask = Callable[[str, Body], Reply]
 """Send a request to a process and wait, with a deadline, for its reply."""
 
 
 class StateSource:
-    """Serves the committed state of this rank from its snapshot, while another rank fetches it."""
+    """Offers the committed state of this rank from its snapshot, while another rank fetches it."""
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: TrainingState, server: BulkServer) -> None:
         self._state = state
-        self._served: tuple[WeightManifest, Mapping[str, Tensor]] | None = None
+        self._server = server
+        self._served: StateFetched | None = None
 
-    def answer(self, request: FetchState) -> tuple[Body, Sequence[Blob]]:
-        """Return the manifest, or the bytes of the requested pieces."""
-        if request.pieces:
-            return WeightsFetched(request.step), self._frames(request)
+    def answer(self, request: FetchState) -> StateFetched:
+        """Return the manifest, with an offer of the pieces."""
         if request.step == self._state.prepared_step:
             self._state.commit(request.step)  # Only committed steps are requested.
         counters = self._state.committed_counters
         if request.step != counters.step:
             raise RefusedError(f"this replica has committed step {counters.step}, not {request.step}")
-        if self._served is None or self._served[0].step != request.step:
+        if self._served is None or self._served.manifest.step != request.step:
             tensors = self._state.snapshot_tensors()
-            self._served = describe_state(tensors, step=request.step), tensors
-        return state_fetched(self._served[0], counters), ()
+            manifest = describe_state(tensors, step=request.step)
+            offer = self._server.offer(EXPORT, state_export(manifest, tensors))
+            self._served = msgspec.structs.replace(state_fetched(manifest, counters), offer=offer)
+        return self._served
 
     def forget(self) -> None:
         """End the transfer; a rank that is still fetching is refused and starts again."""
+        if self._served is not None:
+            self._server.withdraw(EXPORT)
         self._served = None
 
-    def _frames(self, request: FetchState) -> list[memoryview]:
-        if self._served is None or self._served[0].step != request.step:
-            raise RefusedError(f"this replica does not serve the state of step {request.step} any more")
-        manifest, tensors = self._served
-        if not all(0 <= index < len(manifest.pieces) for index in request.pieces):
-            raise RefusedError(f"the state has {len(manifest.pieces)} pieces, got {request.pieces}")
-        pieces = [manifest.pieces[index] for index in request.pieces]
-        return [frame for piece in pieces for frame in chunks(piece_bytes(tensors[piece.name], piece))]
+
+@dataclass(slots=True)
+class StateFetcher:
+    """Fetches states from replicas and keepers."""
+
+    client: BulkClient
+    ask: Ask
+    check: Callable[[], object]
+    """Called while waiting; raises if the fetch has to be given up."""
+    interrupted_step: int = -1
+    """Step of a fetch that has failed: pieces that it left are not fetched again."""
+
+    def open(self, step: int, *, replica: str, owner: str = "") -> tuple[FetchedState, CopyCounters]:
+        """Open the committed state of `step` at a replica, or at the agent that keeps it for `owner`."""
+        state = self.ask(replica, FetchState(step, owner=owner)).expect(StateFetched)
+        if state.offer is None or state.offer.process != replica:
+            raise RefusedError(f"{replica} does not offer its state of step {step}")
+        return FetchedState(state, replica=replica, fetcher=self), counters_of(state)
 
 
 class FetchedState:
     """State of a replica or a keeper, of which the manifest has arrived; `read` fetches the pieces into their place."""
 
-    def __init__(self, manifest: WeightManifest, *, replica: str, owner: str, ask: Ask) -> None:
-        self._manifest, self._replica, self._owner, self._ask = manifest, replica, owner, ask
+    def __init__(self, state: StateFetched, *, replica: str, fetcher: StateFetcher) -> None:
+        self._state, self._replica, self._fetcher = state, replica, fetcher
         sizes: dict[str, int] = {}
-        for piece in manifest.pieces:
+        for piece in state.manifest.pieces:
             sizes[piece.name] = sizes.get(piece.name, 0) + piece.size
         self.places: Mapping[str, TensorPlace] = {
             piece.name: TensorPlace(piece.name, stored_dtype(piece.dtype), piece.shape, 0, sizes[piece.name])
-            for piece in manifest.pieces
+            for piece in state.manifest.pieces
         }
 
     def read(self, into: Mapping[str, Tensor]) -> None:
@@ -80,26 +99,31 @@ class FetchedState:
         # Pieces arrive in host memory. Reference weights on a device are the only ones that need memory in between.
         targets = {name: tensor.cpu() if tensor.is_cuda else tensor for name, tensor in into.items()}
         views = {name: view_of(tensor) for name, tensor in targets.items()}
+        pieces, offer, fetcher = self._state.manifest.pieces, self._state.offer, self._fetcher
+        assert offer is not None
+        step = self._state.manifest.step
 
-        def place(piece: Piece) -> memoryview:
-            start, stop = piece_range(piece)
-            COUNTERS.add("state_bytes_fetched", piece.size)
-            return views[piece.name][start:stop]
+        def place(index: int) -> memoryview:
+            start, stop = piece_range(pieces[index])
+            return views[pieces[index].name][start:stop]
 
+        is_resumed, fetcher.interrupted_step = fetcher.interrupted_step == step, step
+        missing = [
+            index
+            for index, piece in enumerate(pieces)
+            if not (is_resumed and piece_digest(place(index)) == piece.digest)
+        ]
         Pull(
-            self._manifest,
-            StreamSource(self._replica),
+            dict(enumerate(pieces)),
+            [Share(self._replica, (self._replica,), tuple(missing))],
             into=place,
-            send_request=lambda process, request, _: StreamAnswered(
-                self._ask(process, FetchState(self._manifest.step, request.pieces, self._owner))
-            ),
+            locate=lambda process: offer,
+            client=fetcher.client,
+            what=f"the state of step {step}",
+            check=fetcher.check,
         ).run()
+        fetcher.interrupted_step = -1
+        COUNTERS.add("state_bytes_fetched", sum(pieces[index].size for index in missing))
         for name, tensor in into.items():
             if tensor.is_cuda:
                 tensor.copy_(targets[name])
-
-
-def fetch_state(step: int, *, replica: str, ask: Ask, owner: str = "") -> tuple[FetchedState, CopyCounters]:
-    """Open the committed state of `step` at a replica, or at the agent that keeps it for `owner`."""
-    reply = ask(replica, FetchState(step, owner=owner)).expect(StateFetched)
-    return FetchedState(reply.manifest, replica=replica, owner=owner, ask=ask), counters_of(reply)

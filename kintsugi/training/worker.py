@@ -17,6 +17,8 @@ from typing import NoReturn
 import msgspec
 import torch
 
+from kintsugi.bulk.endpoint import BulkEndpoint, open_bulk
+from kintsugi.bulk.server import BulkServer
 from kintsugi.checkpoint.store import load_checkpoint
 from kintsugi.cluster.shared_memory import SegmentClient
 from kintsugi.config.recipe import load_config
@@ -92,8 +94,8 @@ from kintsugi.training.sample_fetch import StepSamples, await_answer
 from kintsugi.training.saving import CheckpointSaver
 from kintsugi.training.snapshots import CopyCounters, HeldState, StoredState
 from kintsugi.training.state import TrainingState
-from kintsugi.training.state_transfer import StateSource, fetch_state
-from kintsugi.transport import Blob, Delivery, Reply, subject
+from kintsugi.training.state_transfer import StateFetcher, StateSource
+from kintsugi.transport import Delivery, Reply, subject
 from kintsugi.transport.store import StoreServer
 from kintsugi.types import Peer, Role, process_id, role_of, ticket_of
 from kintsugi.weights.manifest import weights_sha256
@@ -134,6 +136,7 @@ class ModelWorker:
         config: Config,
         tokenizer: Callable[[], Tokenizer],
         publisher: Publisher,
+        bulk: BulkEndpoint,
         host: str,
         run_dir: Path,
         segments: WeightSegments | None = None,
@@ -142,9 +145,9 @@ class ModelWorker:
         lease_guard: DeviceLeaseGuard | None = None,
         is_blank: bool = False,
     ) -> None:
-        """`emit` records events, from any thread. `renew` offers the snapshots to a new agent. `segments` is the shared
-        memory through which samples are relayed to other ranks of this host. `is_blank`: the initial weights are not
-        loaded, because a repair is expected; they are loaded where none comes."""
+        """`bulk` offers and fetches states. `emit` records events, from any thread. `renew` offers the snapshots to a
+        new agent. `segments` is the shared memory through which samples are relayed to other ranks of this host.
+        `is_blank`: the initial weights are not loaded, because a repair is expected; they are where none comes."""
         self._shell = shell
         self._state = state
         self._config = config
@@ -170,7 +173,8 @@ class ModelWorker:
             check=self._check,
             store=lambda call: rollouts.write(call, self._samples.trajectories),
         )
-        self._source = StateSource(state)
+        self._source = StateSource(state, bulk.server)
+        self._state_fetcher = StateFetcher(bulk.client, self._ask, check=self._check)
         self._saver = CheckpointSaver(
             model_files=self._model_files,
             keep=config.checkpoint.keep,
@@ -180,6 +184,7 @@ class ModelWorker:
         )
         self._peer_replica = PeerReplica(
             self._send_copy,
+            bulk.server,
             process=shell.process,
             bytes_per_s=config.cluster.bandwidth.copies,
             emit=emit,
@@ -255,7 +260,7 @@ class ModelWorker:
                 if isinstance(delivery.body, Save):
                     self._begin_save(delivery, delivery.body)
                 else:
-                    body, blobs = self._answer(delivery.body)
+                    body = self._answer(delivery.body)
         except ShuttingDown:
             raise
         except Exception as error:  # noqa: BLE001 - the failure of a request is its reply, with the cause.
@@ -266,7 +271,7 @@ class ModelWorker:
             self._shell.report(load=0.0, gauges=gauges)
         if fault is None:
             if body is not None:
-                self._shell.reply(delivery, body, blobs=blobs)
+                self._shell.reply(delivery, body)
             return
         self._shell.fail(delivery, fault)
         if isinstance(fault, Unfit | AssertionError):
@@ -277,39 +282,39 @@ class ModelWorker:
         # other frames hold (the sockets and the thread of a broken collective) until the garbage collector runs.
         del fault
 
-    def _answer(self, body: Body) -> tuple[Body, Sequence[Blob]]:
+    def _answer(self, body: Body) -> Body:
         if self._is_blank and not isinstance(body, WITHOUT_WEIGHTS):
             self._is_blank = False
             self._state.fill_initial(lambda weights: fill_initial(weights, self._config))
         match body:
             case RunCall():
-                return self._run_call(body), ()
+                return self._run_call(body)
             case AskStanding():
-                return self._standing(), ()
+                return self._standing()
             case StartStage():
                 self._start_stage(body)
-                return self._adapter.standing(), ()
+                return self._adapter.standing()
             case CommitStep():
                 self._state.commit(body.step)
                 self._forget()
                 self._offer_copy()
-                return Ok(), ()
+                return Ok()
             case Publish():
-                return self._publish(body), ()
+                return self._publish(body)
             case FetchWeights():
                 return self._publisher.answer(body)
             case FetchState():
                 return self._source.answer(body)
             case FetchRelayed():
-                return self._samples.relayed(body), ()
+                return self._samples.relayed(body)
             case EvaluatePairs():
-                return self._evaluate(body), ()
+                return self._evaluate(body)
             case HashWeights():
-                return WeightsHashed(weights_sha256(self._state.weights())), ()
+                return WeightsHashed(weights_sha256(self._state.weights()))
             case RebuildGroup():
-                return self._rebuild(body), ()
+                return self._rebuild(body)
             case _ if isinstance(body, Operation):
-                return self._carry_out(body), ()
+                return self._carry_out(body)
             case _:
                 raise RefusedError(f"a model worker does not answer {type(body).__name__}")
 
@@ -455,7 +460,7 @@ class ModelWorker:
             )
             return stored, msgspec.convert(counters, CopyCounters)
         owner = self._shell.process if role_of(source) is Role.AGENT else ""
-        return fetch_state(step, replica=source, ask=self._ask, owner=owner)
+        return self._state_fetcher.open(step, replica=source, owner=owner)
 
     def _ask(self, process: str, body: Body) -> Reply:
         """Send a request and wait for its reply; meanwhile answer other processes, which may wait for this rank."""
@@ -483,8 +488,8 @@ class ModelWorker:
         """Entries of the address book for these processes; it has none for this process itself."""
         return [peer for name in processes if (peer := self._shell.peer(name)) is not None]
 
-    def _send_copy(self, agent: str, body: KeepState, blobs: Sequence[Blob]) -> ReplyHandle:
-        return self._shell.submit(agent, body, deadline_s=KEEP_TIMEOUT_S, blobs=blobs)
+    def _send_copy(self, agent: str, body: KeepState) -> ReplyHandle:
+        return self._shell.submit(agent, body, deadline_s=KEEP_TIMEOUT_S)
 
     def _forget(self) -> None:
         """Drop the data of the step that has ended."""
@@ -600,24 +605,27 @@ def open_lease_guard(
 
 
 def open_publisher(
-    shell: Shell, *, device: torch.device, segments: SegmentClient | None, store: str
+    shell: Shell, bulk: BulkServer, *, device: torch.device, segments: SegmentClient | None, store: str
 ) -> Publisher:
     """Create the publisher of a rank's weights with every transport; `store` is where servers of a collective meet."""
 
-    def submit(process: str, body: Body, blobs: Sequence[Blob], deadline_s: float) -> ReplyHandle:
-        return shell.submit(process, body, deadline_s=deadline_s, blobs=blobs)
+    def submit(process: str, body: Body, deadline_s: float) -> ReplyHandle:
+        return shell.submit(process, body, deadline_s=deadline_s)
 
     host = shell.bootstrap.host
     return Publisher(
         process=shell.process,
         host=host,
         segments=segments,
+        bulk=bulk,
         emit=shell.events.emit,
         folder=RunFolder(shell.bootstrap.run_dir).published_weights_folder(shell.process).absolute(),
         device=DeviceSlots(device, host=host) if device.type == "cuda" else None,
         transports=(
             CollectiveTransport(process=shell.process, store=store, keys=shell.keys, emit=shell.events.emit),
-            RelayTransport(submit, process=shell.process, emit=shell.events.emit),
+            RelayTransport(
+                submit, process=shell.process, agent=shell.bootstrap.agent, emit=shell.events.emit
+            ),
         ),
     )
 
@@ -653,13 +661,17 @@ def main(bootstrap: Bootstrap) -> int:
 
         def body(shell: Shell) -> None:
             server.admit(lambda key: shell.role_of_key(key) in (Role.MODEL, Role.SERVER))
-            publisher = open_publisher(shell, device=device, segments=segments, store=server.address)
+            bulk = resources.enter_context(closing(open_bulk(shell)))
+            publisher = open_publisher(
+                shell, bulk.server, device=device, segments=segments, store=server.address
+            )
             worker = ModelWorker(
                 shell,
                 state,
                 config=config,
                 tokenizer=lambda: plan_model(config)[1],
                 publisher=publisher,
+                bulk=bulk,
                 host=bootstrap.host,
                 run_dir=Path(bootstrap.run_dir),
                 segments=segments,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import msgspec
 import zmq
@@ -41,18 +41,11 @@ from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.waits import wait
 from kintsugi.transport.directory import Caller, Directory
-from kintsugi.transport.rpc import (
-    SLOWEST_BULK_BYTES_PER_S,
-    Blob,
-    Delivery,
-    PendingReply,
-    Reply,
-    SavedReplies,
-    bulk_size,
-)
+from kintsugi.transport.rpc import Delivery, PendingReply, Reply, SavedReplies
 from kintsugi.transport.sockets import (
     NOBLOCK,
     QUEUED_MESSAGES,
+    drop_rest,
     is_readable,
     is_readable_soon,
     milliseconds,
@@ -60,8 +53,7 @@ from kintsugi.transport.sockets import (
     open_dealer,
     open_router,
     open_zap,
-    receive_blobs,
-    send_frames,
+    send_frame,
 )
 from kintsugi.types import Peer, Role
 
@@ -204,20 +196,15 @@ class Endpoint:
         body: Body,
         *,
         deadline_s: float,
-        blobs: Sequence[Blob] = (),
         on_done: Callable[[PendingReply], None] | None = None,
         cause_id: str | None = None,
     ) -> PendingReply:
         """Send a request without blocking. A later `poll` settles it and calls `on_done`.
 
-        A request to a process that can not be reached is settled before this returns. Blobs are sent without a copy:
-        leave them unchanged until the request is done.
+        A request to a process that can not be reached is settled before this returns.
         """
         now = self._clock.monotonic()
-        interval_s = FIRST_RESEND_S + bulk_size(blobs) / SLOWEST_BULK_BYTES_PER_S
-        pending = PendingReply(
-            self, process, body, blobs, cause_id, on_done, now, now + deadline_s, interval_s
-        )
+        pending = PendingReply(self, process, body, cause_id, on_done, now, now + deadline_s, FIRST_RESEND_S)
         if self._closing is not None:
             pending.settle(None, ProcessDied(self._closing.message, cause=self._closing))
             return pending
@@ -227,13 +214,13 @@ class Endpoint:
             return pending
         pending.sequence = link.sequence = link.sequence + 1
         link.pending[pending.sequence] = pending
-        self._transmit(link, pending.sequence, _REQUEST, body, blobs, cause_id)
-        self._set_timer(now + min(interval_s, deadline_s), pending)
+        self._transmit(link, pending.sequence, _REQUEST, body, cause_id)
+        self._set_timer(now + min(FIRST_RESEND_S, deadline_s), pending)
         return pending
 
-    def call(self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()) -> Reply:
+    def call(self, process: str, body: Body, *, deadline_s: float) -> Reply:
         """Send a request and wait for its reply or deadline. Messages that arrive meanwhile stay in the inbox."""
-        pending = self.request(process, body, deadline_s=deadline_s, blobs=blobs)
+        pending = self.request(process, body, deadline_s=deadline_s)
         if (link := self._links.get(process)) is not None and is_readable_soon(
             link.socket, clock=self._clock
         ):
@@ -241,15 +228,13 @@ class Endpoint:
         wait(pending.attempt, whom=process, what=pending.what, timeout_s=deadline_s + 1.0, clock=self._clock)
         return pending.result()
 
-    def send(
-        self, process: str, body: Body, *, blobs: Sequence[Blob] = (), cause_id: str | None = None
-    ) -> bool:
+    def send(self, process: str, body: Body, *, cause_id: str | None = None) -> bool:
         """Send a one-way message. False if the process is unknown or its queue is full."""
         link = self._links.get(process) or self._connect(process)
         if link is None:
             return False
         link.sequence += 1
-        return self._transmit(link, link.sequence, _ONE_WAY, body, blobs, cause_id)
+        return self._transmit(link, link.sequence, _ONE_WAY, body, cause_id)
 
     def send_to_all(self, processes: Iterable[str], body: Body) -> None:
         """Send one one-way message to many processes; it is encoded once."""
@@ -258,15 +243,15 @@ class Endpoint:
             link = self._links.get(process) or self._connect(process)
             if link is not None:
                 link.sequence += 1
-                self._transmit(link, link.sequence, _ONE_WAY, encoded, (), None)
+                self._transmit(link, link.sequence, _ONE_WAY, encoded, None)
 
-    def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
+    def reply(self, delivery: Delivery, body: Body) -> None:
         """Answer a request, once. The reply is saved for repetitions of the request."""
         envelope = delivery.envelope
         assert envelope.kind is _REQUEST, f"{type(delivery.body).__name__} is one-way and has no reply"
         delivery.running.pop(envelope.sequence, None)
-        frame = self._transmit_reply(delivery.route, envelope.sequence, body, blobs)
-        self._saved.put(envelope, frame, blobs=blobs, now=self._clock.monotonic())
+        frame = self._transmit_reply(delivery.route, envelope.sequence, body)
+        self._saved.put(envelope, frame, now=self._clock.monotonic())
 
     def fail(self, delivery: Delivery, error: BaseException) -> Fault:
         """Answer a request with the error that it ended in; return the fault as it was sent."""
@@ -299,29 +284,28 @@ class Endpoint:
         sequence: int,
         kind: MessageKind,
         body: Body | msgspec.Raw,
-        blobs: Sequence[Blob],
         cause_id: str | None,
     ) -> bool:
         envelope = Envelope(self.job, self.term, self.process, self.incarnation, sequence, kind, cause_id)
         try:
-            send_frames(link.socket, wire.encode(envelope, body), blobs)
+            send_frame(link.socket, wire.encode(envelope, body))
         except zmq.Again:
             COUNTERS.add("transport.queue_full")
             if not self._links.reopen_if_stuck(link, self._directory.peers[link.process]):
                 return False
             for pending in link.pending.values():  # Including this one, if it is a request.
                 self._transmit_request(link, pending)
-            return kind is _REQUEST or self._transmit(link, sequence, kind, body, blobs, cause_id)
+            return kind is _REQUEST or self._transmit(link, sequence, kind, body, cause_id)
         link.blocked_since = None
         return True
 
     def _transmit_request(self, link: PeerConnection, pending: PendingReply) -> bool:
-        return self._transmit(link, pending.sequence, _REQUEST, pending.body, pending.blobs, pending.cause_id)
+        return self._transmit(link, pending.sequence, _REQUEST, pending.body, pending.cause_id)
 
-    def _transmit_reply(self, route: bytes, sequence: int, body: Body, blobs: Sequence[Blob] = ()) -> bytes:
+    def _transmit_reply(self, route: bytes, sequence: int, body: Body) -> bytes:
         envelope = Envelope(self.job, self.term, self.process, self.incarnation, sequence, _REPLY)
         frame = wire.encode(envelope, body)
-        send_frames(self._router, frame, blobs, route=route)
+        send_frame(self._router, frame, route=route)
         return frame
 
     # The loop.
@@ -448,12 +432,12 @@ class Endpoint:
             except zmq.Again:
                 return
             frame = router.recv(NOBLOCK, copy=False)
-            blobs = receive_blobs(router) if frame.more else ()
-            self._receive(route, str(frame.get("User-Id")), frame.buffer, blobs)
+            drop_rest(router, frame)
+            self._receive(route, str(frame.get("User-Id")), frame.buffer)
             if not is_readable(router):
                 return
 
-    def _receive(self, route: bytes, key: str, frame: memoryview, blobs: tuple[memoryview, ...]) -> None:
+    def _receive(self, route: bytes, key: str, frame: memoryview) -> None:
         """Check one inbound message and put it into the inbox. Never raises, whatever the message holds."""
         try:
             message = wire.decode(frame)
@@ -475,7 +459,7 @@ class Endpoint:
             # A request will be repeated; a one-way message may be lost.
             COUNTERS.add("transport.inbox_full")
             return
-        delivery = Delivery(envelope, body, blobs, caller.peer, route, caller.running)
+        delivery = Delivery(envelope, body, caller.peer, route, caller.running)
         if envelope.kind is _REQUEST:
             caller.running[envelope.sequence] = delivery
         self._inbox.append(delivery)
@@ -498,7 +482,7 @@ class Endpoint:
             return False
         if saved.frame is not None:
             COUNTERS.add("transport.answered_again")
-            send_frames(self._router, saved.frame, saved.blobs, route=route)
+            send_frame(self._router, saved.frame, route=route)
             return True
         if self._clock.monotonic() < saved.until:
             return True
@@ -519,13 +503,13 @@ class Endpoint:
                 frame = socket.recv(NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            blobs = receive_blobs(socket) if frame.more else ()
-            self._receive_reply(link, frame.buffer, blobs)
+            drop_rest(socket, frame)
+            self._receive_reply(link, frame.buffer)
             # A callback may have closed the connection. Without a pending request no further reply is expected.
             if socket.closed or not link.pending or not is_readable(socket):
                 return
 
-    def _receive_reply(self, link: PeerConnection, frame: memoryview, blobs: tuple[memoryview, ...]) -> None:
+    def _receive_reply(self, link: PeerConnection, frame: memoryview) -> None:
         """Settle the request that this frame answers: the connection proves the sender, its number the request."""
         try:
             message = wire.decode(frame)
@@ -545,7 +529,7 @@ class Endpoint:
         if isinstance(body, Failed):
             pending.settle(None, RemoteError(body.fault))
         else:
-            pending.settle(Reply(body, blobs), None)
+            pending.settle(Reply(body), None)
 
 
 BLOCKED_S = 0.5

@@ -6,58 +6,29 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import msgspec
-import xxhash
 
-from kintsugi.errors import IntegrityError, KintsugiError, RefusedError
+from kintsugi.errors import KintsugiError, RefusedError
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.wire import Envelope, MessageKind
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.spans import SPANS
 from kintsugi.types import Peer
 
-Blob = bytes | memoryview
 BodyType = TypeVar("BodyType", bound=Body)
 
 SLOW_S = 1.0
 """A request that takes longer is recorded as a span."""
-CHUNK_BYTES = 16 << 20
 SAVED_REPLIES = 512
 REPLIES_PER_PEER = 4
 """Replies saved for each peer beyond `SAVED_REPLIES`: in a large run too a repeated request finds its reply."""
 SAVED_BYTES = 2 << 20
 BYTES_PER_PEER = 8 << 10
-SLOWEST_BULK_BYTES_PER_S = 50e6
-"""A bulk transfer counts as under way for as long as it would take at this rate."""
-
-
-def bulk_digest(blobs: Iterable[Blob]) -> str:
-    """Compute xxh3-64 over all frames in order; it does not depend on where they were cut."""
-    digest = xxhash.xxh3_64()
-    for blob in blobs:
-        digest.update(blob)
-    return digest.hexdigest()
-
-
-def verify_bulk(blobs: Iterable[Blob], *, expected: str, what: str) -> None:
-    """Raise IntegrityError unless the frames are the bytes that were announced."""
-    found = bulk_digest(blobs)
-    if found != expected:
-        raise IntegrityError(f"{what}: expected xxh3 {expected}, got {found}")
-
-
-def chunks(data: Blob) -> list[memoryview]:
-    """Cut bulk data into frames of bounded size, without copying."""
-    view = memoryview(data).cast("B")
-    return [view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES)]
-
-
-def bulk_size(blobs: Sequence[Blob]) -> int:
-    """Total size in bytes."""
-    return sum(memoryview(blob).nbytes for blob in blobs)
+SLOWEST_BYTES_PER_S = 50e6
+"""A large reply counts as under way for as long as it would take at this rate."""
 
 
 class Delivery(msgspec.Struct, eq=False):
@@ -65,7 +36,6 @@ class Delivery(msgspec.Struct, eq=False):
 
     envelope: Envelope
     body: Body
-    blobs: tuple[memoryview, ...]
     peer: Peer
     route: bytes
     """Connection on which it arrived last; a repeated request may arrive on another one."""
@@ -81,7 +51,6 @@ class Reply(msgspec.Struct, frozen=True, eq=False):
     """Reply of a peer."""
 
     body: Body
-    blobs: tuple[memoryview, ...] = ()
 
     def expect(self, kind: type[BodyType]) -> BodyType:
         """Return the body as the type with which this request is answered; RefusedError for another one."""
@@ -112,7 +81,6 @@ class PendingReply(msgspec.Struct, eq=False):
     endpoint: EndpointTurn
     process: str
     body: Body
-    blobs: Sequence[Blob]
     cause_id: str | None
     on_done: Callable[[PendingReply], None] | None
     since: float
@@ -140,7 +108,6 @@ class PendingReply(msgspec.Struct, eq=False):
         """End the request, once, with a reply or an error."""
         assert not self.done, f"{self.what} to {self.process} ended twice"
         self.reply, self.error, self.done = reply, error, True
-        self.blobs = ()
         if SYSTEM_CLOCK.monotonic() - self.since > SLOW_S:
             ended = None if error is None else type(error).__name__
             about = {"to": self.process, "what": self.what, "error": ended, **subject(self.body)}
@@ -163,7 +130,6 @@ class SavedReply(msgspec.Struct, frozen=True, eq=False):
     """
 
     frame: bytes | None
-    blobs: Sequence[Blob]
     size: int
     until: float = 0.0
     """For a reply that was not kept: when its first copy must have arrived or be lost."""
@@ -172,7 +138,7 @@ class SavedReply(msgspec.Struct, frozen=True, eq=False):
 class SavedReplies:
     """Replies by (sender, incarnation, sequence), bounded in number and in bytes; the oldest is dropped first.
 
-    A bulk reply that does not fit is only noted: repetitions of its request are ignored while the first copy may still
+    A large reply is only noted: repetitions of its request are ignored while the first copy may still
     be under way, and are carried out again after that (a repeated fetch is harmless).
     """
 
@@ -189,13 +155,13 @@ class SavedReplies:
         saved = self._replies.pop((envelope.sender, envelope.incarnation, envelope.sequence))
         self._bytes -= saved.size
 
-    def put(self, envelope: Envelope, frame: bytes, *, blobs: Sequence[Blob] = (), now: float) -> None:
+    def put(self, envelope: Envelope, frame: bytes, *, now: float) -> None:
         """Save a reply."""
-        size = len(frame) + bulk_size(blobs)
+        size = len(frame)
         if size > SAVED_BYTES:
-            saved = SavedReply(None, (), 0, now + 1.0 + size / SLOWEST_BULK_BYTES_PER_S)
+            saved = SavedReply(None, 0, now + 1.0 + size / SLOWEST_BYTES_PER_S)
         else:
-            saved = SavedReply(frame, blobs, size)
+            saved = SavedReply(frame, size)
         self._replies[envelope.sender, envelope.incarnation, envelope.sequence] = saved
         self._bytes += saved.size
         while self._bytes > self._most_bytes or len(self._replies) > self._most_replies:

@@ -1,22 +1,20 @@
-"""The ZeroMQ sockets of an endpoint: their set-up, and sending and receiving the frames of a message."""
+"""The ZeroMQ sockets of an endpoint: their set-up, and the frame of a message in and out of them."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 
 import zmq
 
 from kintsugi.runtime.clock import Clock
-from kintsugi.transport.rpc import Blob
 from kintsugi.types import Peer
 
 QUEUED_MESSAGES = 4096
 """Bound of each socket's queues, of an endpoint's inbox, and of one caller's unanswered requests."""
 LARGEST_FRAME_BYTES = 32 << 20
-"""Bulk data is cut into frames of 16 MiB (`rpc.chunks`). The limit also bounds the memory that a stranger can occupy
-before its key is checked: ZeroMQ applies it to the commands of the handshake."""
+"""Larger data goes over the bulk channel. The limit also bounds the memory that a stranger can occupy before its key is
+checked: ZeroMQ applies it to the commands of the handshake."""
 SOON_S = 3e-4
 """How long `is_readable_soon` polls; a call that takes longer sleeps."""
 UNACKNOWLEDGED_S = 12.0
@@ -114,39 +112,24 @@ def _configure(handle: zmq.Socket[bytes]) -> None:
     handle.setsockopt(zmq.CONNECT_TIMEOUT, milliseconds(CONNECT_S))
 
 
-def send_frames(
-    handle: zmq.Socket[bytes], frame: bytes, blobs: Sequence[Blob], *, route: bytes = b""
-) -> None:
-    """Send a message's frame and its bulk frames, which are not copied. zmq.Again if the queue is full.
+def send_frame(handle: zmq.Socket[bytes], frame: bytes, *, route: bytes = b"") -> None:
+    """Send a message, which is one frame. zmq.Again if the queue is full.
 
     `route` names the connection of a ROUTER. A frame beyond the limit would end the receiver's connection, again and
     again.
     """
-    largest = max(len(frame), *(memoryview(blob).nbytes for blob in blobs), 0)
-    assert largest <= LARGEST_FRAME_BYTES, (
-        f"a frame of {largest:,} bytes; expected at most {LARGEST_FRAME_BYTES:,}"
+    assert len(frame) <= LARGEST_FRAME_BYTES, (
+        f"a frame of {len(frame):,} bytes; expected at most {LARGEST_FRAME_BYTES:,}"
     )
     if route:
         handle.send(route, MORE)
-    if not blobs:
-        handle.send(frame, NOBLOCK)
-        return
-    handle.send(frame, MORE)
-    # Once the first frame of a message is accepted, the rest is too.
-    last = len(blobs) - 1
-    for index, blob in enumerate(blobs):
-        handle.send(blob, MORE if index < last else NOBLOCK, copy=False)
+    handle.send(frame, NOBLOCK)
 
 
-def receive_blobs(handle: zmq.Socket[bytes]) -> tuple[memoryview, ...]:
-    """Receive the bulk frames after a message's frame."""
-    blobs: list[memoryview] = []
-    more = True
-    while more:
+def drop_rest(handle: zmq.Socket[bytes], frame: zmq.Frame) -> None:
+    """Drop further frames of a message: those of this program have one."""
+    while frame.more:
         frame = handle.recv(NOBLOCK, copy=False)
-        blobs.append(frame.buffer)
-        more = frame.more
-    return tuple(blobs)
 
 
 def is_readable(handle: zmq.Socket[bytes]) -> bool:

@@ -26,7 +26,7 @@ from kintsugi.weights.transports.shared_memory import (
     segment_owner,
     unlock,
 )
-from kintsugi.weights.transports.stream import EventSink, Pull, SendRequest
+from kintsugi.weights.transports.stream import StreamFetch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,16 +84,13 @@ class Fetcher:
         *,
         process: str,
         host: str,
-        send_request: SendRequest,
-        emit: EventSink = lambda event: None,
+        stream: StreamFetch | None = None,
         device: DeviceFetch | None = None,
         join: Join | None = None,
     ) -> None:
-        """`emit` receives an event for every slow source, while it is slow."""
         self._process = process
         self._host = host
-        self._send_request = send_request
-        self._emit = emit
+        self._stream = stream
         self._device = device
         self._join = join
         self._readable = ReadableSegments()
@@ -128,6 +125,10 @@ class Fetcher:
             first.add_note(f"then: {other}")
         raise first
 
+    @property
+    def _has_agent(self) -> bool:
+        return self._stream is not None and bool(self._stream.agent)
+
     def _reaches(self, source: WeightSource, *, segments: WeightSegments | None) -> bool:
         match source:
             case DeviceSource():
@@ -139,6 +140,8 @@ class Fetcher:
                 return segments is not None and source.host == self._host
             case CollectiveSource():
                 return self._join is not None and self._process in source.servers
+            case StreamSource():
+                return self._stream is not None
             case _:
                 return True
 
@@ -157,6 +160,11 @@ class Fetcher:
         if isinstance(source, SegmentSource):
             assert segments is not None
             return self._read(manifest, source, segments=segments, failures=failures)
+        if isinstance(source, StreamSource) and source.owners and self._has_agent and segments is not None:
+            try:
+                return self._read_held(manifest, source, segments=segments, failures=failures)
+            except WorldError as error:
+                failures = (*failures, error)  # This process can fetch for itself.
         # Memory of a failed fetch is not reused: an abandoned broadcast may still write to it.
         buffer = self._spare.take(manifest.size)
         self._fill(manifest, source, into=buffer)
@@ -178,13 +186,33 @@ class Fetcher:
     ) -> Fetched:
         """Read the version in shared memory without a copy: it can not change while it is locked, so the verified bytes
         are those that will be loaded."""
-        buffer, descriptor = self._readable.read(source.name, segments=segments)
+        buffer, release = self._verified(manifest, source.name, source=source, segments=segments)
+        return Fetched(manifest, source, buffer, failures=failures, on_release=release)
+
+    def _read_held(
+        self,
+        manifest: WeightManifest,
+        source: StreamSource,
+        *,
+        segments: WeightSegments,
+        failures: tuple[WorldError, ...],
+    ) -> Fetched:
+        """Let the agent of this host fetch the version, once for all servers, and read it in the host's memory."""
+        assert self._stream is not None
+        name = self._stream.hold(manifest, source)
+        buffer, release = self._verified(manifest, name, source=source, segments=segments)
+        return Fetched(manifest, source, buffer, failures=failures, on_release=release)
+
+    def _verified(
+        self, manifest: WeightManifest, name: str, *, source: WeightSource, segments: WeightSegments
+    ) -> tuple[memoryview, Callable[[], None]]:
+        buffer, descriptor = self._readable.read(name, segments=segments)
         try:
             verify(manifest, buffer, source=describe(source), origin=origin_of(source))
         except WorldError:
             unlock(descriptor)
             raise
-        return Fetched(manifest, source, buffer, failures=failures, on_release=lambda: unlock(descriptor))
+        return buffer, lambda: unlock(descriptor)
 
     def _fill(self, manifest: WeightManifest, source: WeightSource, *, into: memoryview) -> None:
         match source:
@@ -195,13 +223,8 @@ class Fetcher:
                 self._join(manifest, source, into)
                 verify(manifest, into, source=describe(source), origin=source.process)
             case StreamSource():
-                Pull(
-                    manifest,
-                    source,
-                    into=lambda piece: into[piece.offset : piece.offset + piece.size],
-                    send_request=self._send_request,
-                    emit=self._emit,
-                ).run()
+                assert self._stream is not None
+                self._stream.fill(manifest, source, into)
             case _:
                 raise AssertionError(f"{source} is not brought into memory of ours")
 

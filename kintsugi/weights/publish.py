@@ -5,15 +5,18 @@ from __future__ import annotations
 import mmap
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from kintsugi.bulk.exports import ViewExport
+from kintsugi.bulk.server import BulkServer
 from kintsugi.errors import RefusedError, WorldError
+from kintsugi.protocol.bulk import BulkOffer
 from kintsugi.protocol.weights import FetchWeights, Publish, WeightsFetched
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.telemetry.events import Alert, Event
-from kintsugi.transport import chunks
 from kintsugi.types import FolderSource, Piece, SegmentSource, StreamSource, WeightManifest, WeightSource
 from kintsugi.weights.manifest import describe_pieces, layout, layout_size, manifest_of, tensor_bytes
 from kintsugi.weights.transports.disk import remove_folders, write_folder
@@ -28,6 +31,8 @@ from kintsugi.weights.transports.shared_memory import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+PIECES_COPIED = 2
+"""Pieces on an accelerator that are copied to host memory while they are sent."""
 WHOLE_MODEL: Mapping[str, int] = {"dp": 0, "tp": 0, "pp": 0}
 
 
@@ -42,6 +47,12 @@ class VersionLayout:
     buffer: memoryview | None
     tensors: Mapping[str, Tensor]
     """Tensors in the accelerator's memory, if there is no buffer."""
+    size: int = 0
+    """Size of the whole version."""
+    segment: str = ""
+    """Shared memory of this host with the whole version; empty if it is elsewhere or only a share."""
+    offer: BulkOffer | None = None
+    """Offer of the pieces to other processes."""
 
     def bytes_of(self, index: int) -> memoryview:
         piece = self.pieces[index]
@@ -87,15 +98,18 @@ class Publisher:
         segments: WeightSegments | None,
         folder: Path | None = None,
         device: DevicePublisher | None = None,
+        bulk: BulkServer | None = None,
         transports: Sequence[PublishTransport] = (),
         emit: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """`folder` holds versions for the transport `disk`; `device` is used for `in_place`; `emit` records events."""
+        """`bulk` offers versions to other processes, for `stream`; `folder` holds versions for `disk`; `device` is used
+        for `in_place`; `emit` records events."""
         self._process = process
         self._host = host
         self._segments = None if segments is None else WritableSegments(segments)
         self._folder = folder
         self._device = device
+        self._bulk = bulk
         self._transports = transports
         self._emit = emit
         self._has_shared_memory = True
@@ -115,7 +129,7 @@ class Publisher:
         """
         version = order.version
         for old in [old for old in self._versions if old >= version or old <= version - VERSIONS_KEPT]:
-            del self._versions[old]
+            self._withdraw(old)
         sources: list[WeightSource] = []
         if self._device is not None and "in_place" in order.transports:
             named, source = self._device.hold(named, version=version)
@@ -149,29 +163,47 @@ class Publisher:
             if descriptor is not None:
                 unlock(descriptor)
         manifest = manifest_of(pieces.values(), version=order.version, step=order.step)
-        tensors = named if buffer is None else {}
-        is_shared = descriptor is not None and count == 1 and "shared_memory" in order.transports
-        return VersionLayout(manifest, pieces, buffer, tensors), is_shared
+        is_whole = descriptor is not None and count == 1
+        version_layout = VersionLayout(
+            manifest,
+            pieces,
+            buffer,
+            tensors=named if buffer is None else {},
+            size=max(1, layout_size(named)),
+            segment=self._segment(order.version) if is_whole else "",
+        )
+        return self._offered(version_layout), is_whole and "shared_memory" in order.transports
 
-    def answer(self, request: FetchWeights) -> tuple[WeightsFetched, list[memoryview]]:
-        """Reply to a fetch by stream: the bytes of the requested pieces, in order, without gaps."""
+    def _offered(self, version_layout: VersionLayout) -> VersionLayout:
+        """Offer a version over the bulk channel; its bytes are read when they are asked for."""
+        if self._bulk is None:
+            return version_layout
+        manifest, bytes_of = version_layout.manifest, version_layout.bytes_of
+        if version_layout.buffer is None:
+            bytes_of = lru_cache(maxsize=PIECES_COPIED)(bytes_of)
+        sizes = {index: piece.size for index, piece in version_layout.pieces.items()}
+        offer = self._bulk.offer(f"weights-{manifest.version}", ViewExport(sizes, bytes_of))
+        return replace(version_layout, offer=offer)
+
+    def _withdraw(self, version: int) -> None:
+        """Forget a version; nothing is sent from its memory any more when this returns."""
+        version_layout = self._versions.pop(version)
+        if self._bulk is not None and version_layout.offer is not None:
+            self._bulk.withdraw(version_layout.offer.export)
+
+    def answer(self, request: FetchWeights) -> WeightsFetched:
+        """Reply to a fetch by stream with the offer of the version."""
         version_layout = self._versions.get(request.version)
         if version_layout is None:
             raise RefusedError(
                 f"{self._process} has no weights of version {request.version}, only {sorted(self._versions)}"
             )
-        frames: list[memoryview] = []
-        for index in request.pieces or version_layout.pieces:
-            if index not in version_layout.pieces:
-                raise RefusedError(
-                    f"version {request.version} has {len(version_layout.pieces)} pieces here, not one {index}"
-                )
-            frames += chunks(version_layout.bytes_of(index))
-        return WeightsFetched(request.version), frames
+        return WeightsFetched(request.version, version_layout.offer)
 
     def close(self) -> None:
         """Withdraw everything."""
-        self._versions.clear()
+        for version in tuple(self._versions):
+            self._withdraw(version)
         for transport in self._transports:
             transport.close()
         if self._segments is not None:

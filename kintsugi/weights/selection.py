@@ -98,10 +98,17 @@ def plan(
     choices = {server.process: choose(wanted, ranks=ranks, server=server) for server in servers}
     used_transports = {choice.transport for choice in choices.values()}
     meta_server = agents.get(ranks[0].host, "") if "stream" in used_transports else ""
+    hosts = {server.host for server in servers if choices[server.process].transport == "stream"}
+    chain = tuple(sorted({agents[host] for host in hosts if host in agents} - {meta_server}))
     if used_transports == {"stream"} and meta_server:
         orders = {
             rank.process: Publish(
-                version, step, transports=("stream",), share=(index, len(ranks)), meta_server=meta_server
+                version,
+                step,
+                transports=("stream",),
+                share=(index, len(ranks)),
+                meta_server=meta_server,
+                chain=chain,
             )
             for index, rank in enumerate(ranks)
         }
@@ -124,6 +131,7 @@ def plan(
                 step,
                 transports=transports,
                 meta_server=meta_server if is_first else "",
+                chain=chain if is_first else (),
                 servers=broadcast_to if is_first else (),
             )
     return PublicationPlan(orders, choices)
@@ -177,6 +185,7 @@ def _is_shared(published: Mapping[str, Published]) -> bool:
 def _join_shares(published: Mapping[str, Published]) -> Published:
     pieces: dict[str, Piece] = {}
     meta_servers: list[str] = []
+    chain: tuple[str, ...] = ()
     for rank, each in published.items():
         for piece in each.manifest.pieces:
             if piece.name in pieces:
@@ -184,6 +193,7 @@ def _join_shares(published: Mapping[str, Published]) -> Published:
             pieces[piece.name] = piece
         streams = [source for source in each.sources if isinstance(source, StreamSource)]
         meta_servers += [source.process for source in streams if source.owners]
+        chain = next((source.chain for source in streams if source.owners), chain)
     end = 0
     for name in sorted(pieces):
         if pieces[name].offset != end:
@@ -196,4 +206,4 @@ def _join_shares(published: Mapping[str, Published]) -> Published:
     joined = manifest_of(
         [pieces[name] for name in sorted(pieces)], version=each.manifest.version, step=each.manifest.step
     )
-    return Published(joined, (StreamSource(meta_servers[0], owners=tuple(published)),))
+    return Published(joined, (StreamSource(meta_servers[0], owners=tuple(published), chain=chain),))

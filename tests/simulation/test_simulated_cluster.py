@@ -245,7 +245,7 @@ def test_a_process_that_listens_to_an_old_term_is_caught(monkeypatch: pytest.Mon
             return
         if self.accepted is not None:
             self.accepted(envelope, body)
-        self._owner.handle(Delivery(envelope, body, (), caller.peer, source, caller.running))  # type: ignore[arg-type]
+        self._owner.handle(Delivery(envelope, body, caller.peer, source, caller.running))  # type: ignore[arg-type]
 
     monkeypatch.setattr(network.SimulatedEndpoint, "receive", receive)
     runner = Runner()

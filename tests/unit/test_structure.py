@@ -25,6 +25,7 @@ SHARED = GROUND | {"model", "telemetry"}
 
 ALLOWED: dict[str, frozenset[str]] = {
     "access": GROUND,
+    "bulk": GROUND | {"telemetry"},
     "checkpoint": SHARED,
     "cli": SHARED
     | {
@@ -42,7 +43,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         "rollout",
     }
     | {"page", "run_folder", "serving", "simulation"},
-    "cluster": SHARED | {"device_lease", "run_folder"},
+    "cluster": SHARED | {"bulk", "device_lease", "run_folder", "weights"},
     "config": GROUND
     | {"model", "telemetry.export", "data", "rollout", "control.placement", "graph.algorithms"},
     "control": SHARED
@@ -61,7 +62,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "dataplane": SHARED | {"samples.sharding"},
     "device_lease": SHARED,
     "diagnosis": GROUND | {"telemetry", "learning_health"},
-    "generation": SHARED | {"weights", "cluster.shared_memory", "device_lease"},
+    "generation": SHARED | {"bulk", "weights", "cluster.shared_memory", "device_lease"},
     "graph": SHARED | {"samples.sharding", "dataplane"},
     "journal": GROUND | {"control.protocol"},
     "lab": SHARED
@@ -83,9 +84,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "telemetry": GROUND | {"journal"},
     "training": SHARED
     | {"data", "dataplane", "weights", "checkpoint", "recovery", "samples.sharding", "cluster.shared_memory"}
-    | {"device_lease"},
+    | {"bulk", "device_lease"},
     "transport": GROUND,
-    "weights": SHARED,
+    "weights": SHARED | {"bulk"},
 }
 """What each folder may import of the package, besides itself. Stages do not import each other: the master wires them.
 

@@ -103,7 +103,7 @@ ALLOWED = {
     ("lab/residue/probe_workload.py", "self._listener.accept()"): "runtime.wait saw it readable",
     ("lab/residue/probe_workload.py", "connections[descriptor].recv(64)"): "runtime.wait saw it readable",
     ("training/sample_fetch.py", "answer.result()"): "our own `Future`; runtime.wait saw it done",
-    ("weights/transports/stream.py", "sent.answer.result()"): "our own `Future`; runtime.wait saw it done",
+    ("process/loop_calls.py", "future.result()"): "our own `Future`; it waits through runtime.wait",
     (
         "transport/endpoint.py",
         "self._poller.poll(milliseconds(timeout_s))",
@@ -119,7 +119,7 @@ ALLOWED = {
     ): "opens a file; whoever else fills the store holds it for a piece at a time, and no process of a run asks it",
     (
         "process/shell.py",
-        "self.submit(process, body, deadline_s=deadline_s, blobs=blobs).result()",
+        "self.submit(process, body, deadline_s=deadline_s).result()",
     ): "our own `Future`; it waits through runtime.wait",
 }
 """(file, call) → why this one call may be made outside of `runtime.wait`."""

@@ -1,4 +1,8 @@
-"""Upload of a rank's share of a version to the meta-server, in a background thread."""
+"""Upload of a rank's share of a version to the meta-server, in a background thread.
+
+The rank announces pieces, and the meta-server fetches them over the bulk channel. A whole version in shared memory of
+the meta-server's host is announced by the name of that memory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from kintsugi.bulk.pull import SLOW_S, EventSink
 from kintsugi.errors import KintsugiError
 from kintsugi.process.membership import ShuttingDown
 from kintsugi.process.shell import ReplyHandle
@@ -16,19 +21,18 @@ from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.spans import SPANS
 from kintsugi.runtime.waits import wait
 from kintsugi.telemetry.events import OperationFailed, SlowLink
-from kintsugi.transport import Blob, chunks
-from kintsugi.types import StreamSource, WeightSource
+from kintsugi.types import Piece, StreamSource, WeightSource
 from kintsugi.weights.publish import VersionLayout
-from kintsugi.weights.transports.stream import (
-    FETCH_TIMEOUT_S,
-    IN_FLIGHT,
-    SLOW_S,
-    STREAM_BYTES,
-    EventSink,
-)
 
-Submit = Callable[[str, Body, Sequence[Blob], float], ReplyHandle]
-"""Sends a request with bulk frames: (process, body, frames, deadline in seconds)."""
+UPLOAD_BYTES = 16 << 20
+"""Bytes per announcement: few, so that servers can fetch them while the rest is uploaded."""
+IN_FLIGHT = 2
+"""Announcements in flight: the meta-server fetches the pieces of one while another is on its way."""
+UPLOAD_TIMEOUT_S = 60.0
+"""Deadline of one announcement."""
+
+Submit = Callable[[str, Body, float], ReplyHandle]
+"""Sends a request: (process, body, deadline in seconds)."""
 
 
 class RelayTransport:
@@ -36,10 +40,13 @@ class RelayTransport:
 
     name = "stream"
 
-    def __init__(self, submit: Submit, *, process: str, emit: EventSink, clock: Clock = SYSTEM_CLOCK) -> None:
-        """`emit` receives an event while the upload is slow."""
+    def __init__(
+        self, submit: Submit, *, process: str, agent: str, emit: EventSink, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        """`agent` is the agent of this host. `emit` receives an event while the upload is slow."""
         self._submit = submit
         self._process = process
+        self._agent = agent
         self._emit = emit
         self._clock = clock
         self._current = 0
@@ -57,7 +64,7 @@ class RelayTransport:
         )
         thread.start()
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
-        return (StreamSource(order.meta_server, owners=(self._process,)),)
+        return (StreamSource(order.meta_server, owners=(self._process,), chain=order.chain),)
 
     def close(self) -> None:
         """Nothing to do: an upload ends with the request that it waits for."""
@@ -68,19 +75,16 @@ class RelayTransport:
         sent: deque[tuple[ReplyHandle, float]] = deque()
         num_bytes, since, is_reported = 0, self._clock.monotonic(), False
         try:
-            for indices in _batches(version_layout):
+            for body in _announcements(version_layout, is_local=meta_server == self._agent):
                 if number != self._current:
                     return
-                frames = [frame for index in indices for frame in chunks(version_layout.bytes_of(index))]
-                sizes = {index: version_layout.pieces[index].size for index in indices}
-                body = UploadWeights(manifest.version, manifest.digest, sizes)
                 begun = self._clock.monotonic()
-                sent.append((self._submit(meta_server, body, frames, FETCH_TIMEOUT_S), begun))
+                sent.append((self._submit(meta_server, body, UPLOAD_TIMEOUT_S), begun))
                 while len(sent) >= IN_FLIGHT:
                     is_reported |= self._settle(
                         *sent.popleft(), version_layout, meta_server, num_bytes, since, is_reported
                     )
-                num_bytes += sum(sizes.values())
+                num_bytes += sum(piece.size for piece in body.pieces.values())
             while sent:
                 is_reported |= self._settle(
                     *sent.popleft(), version_layout, meta_server, num_bytes, since, is_reported
@@ -109,7 +113,7 @@ class RelayTransport:
             lambda _: answer.result(),
             whom=meta_server,
             what=f"the upload of version {version_layout.manifest.version}",
-            timeout_s=FETCH_TIMEOUT_S,
+            timeout_s=UPLOAD_TIMEOUT_S,
         )
         reply.expect(Ok)
         now = self._clock.monotonic()
@@ -124,15 +128,20 @@ class RelayTransport:
         return True
 
 
-def _batches(version_layout: VersionLayout) -> Iterator[tuple[int, ...]]:
-    """In the order of the layout, in which servers request them too."""
-    indices: list[int] = []
-    size = 0
+def _announcements(version_layout: VersionLayout, *, is_local: bool) -> Iterator[UploadWeights]:
+    """Pieces of about `UPLOAD_BYTES` each, in the order of the layout, in which servers request them too."""
+    version, size = version_layout.manifest.version, version_layout.size
+    if is_local and version_layout.segment:
+        yield UploadWeights(version, size, dict(version_layout.pieces), segment=version_layout.segment)
+        return
+    offer = version_layout.offer
+    assert offer is not None, "a version that is uploaded is offered"
+    batch: dict[int, Piece] = {}
     for index in sorted(version_layout.pieces):
-        if indices and size + version_layout.pieces[index].size > STREAM_BYTES:
-            yield tuple(indices)
-            indices, size = [], 0
-        indices.append(index)
-        size += version_layout.pieces[index].size
-    if indices:
-        yield tuple(indices)
+        piece = version_layout.pieces[index]
+        if batch and sum(each.size for each in batch.values()) + piece.size > UPLOAD_BYTES:
+            yield UploadWeights(version, size, batch, offer)
+            batch = {}
+        batch[index] = piece
+    if batch:
+        yield UploadWeights(version, size, batch, offer)

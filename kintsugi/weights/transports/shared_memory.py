@@ -77,7 +77,7 @@ class WritableSegments:
     def _locked(self, name: str, *, size: int) -> int | None:
         held = self._segments.create(name, size)
         try:
-            descriptor = _reopened(held)
+            descriptor = reopened(held)
         finally:
             os.close(held)
         try:
@@ -104,7 +104,7 @@ class ReadableSegments:
         change. RefusedError while they are being written."""
         held = segments.open(name)
         try:
-            descriptor = _reopened(held)
+            descriptor = reopened(held)
         finally:
             os.close(held)
         try:
@@ -142,7 +142,7 @@ def unlock(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _reopened(descriptor: int) -> int:
+def reopened(descriptor: int) -> int:
     """The same memory through a separate open file description, which alone has the lock: passed descriptors share
     one."""
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)

@@ -1,26 +1,28 @@
+"""States that an agent keeps for the ranks of another host."""
+
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import xxhash
 
+from kintsugi.bulk.exports import ViewExport, slices
 from kintsugi.cluster.peer_snapshots import PeerSnapshotStore
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.protocol.membership import Ok
-from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import FetchState, KeepState, StateFetched
-from kintsugi.protocol.weights import WeightsFetched
-from kintsugi.protocol.wire import Envelope, MessageKind
-from kintsugi.transport import Blob, Delivery
-from kintsugi.types import Peer, Piece, PieceKind, WeightManifest
+from kintsugi.types import Piece, PieceKind, WeightManifest
+from tests.unit.bulk.loop import Loop
+from tests.unit.bulk.peers import Processes, processes
 
 PARTS = (b"abcd", b"efghij")
 
 
-def state(step: int, parts: tuple[bytes, ...] = PARTS) -> StateFetched:
-    """Pieces whose places in the sender's buffer have gaps; the stream has none."""
+def manifest_of(step: int, parts: tuple[bytes, ...] = PARTS) -> WeightManifest:
+    """Pieces whose places in the sender's buffer have gaps; the copy has none."""
     pieces = tuple(
         Piece(
             f"p{index}",
@@ -35,81 +37,114 @@ def state(step: int, parts: tuple[bytes, ...] = PARTS) -> StateFetched:
         )
         for index, part in enumerate(parts)
     )
-    return StateFetched(WeightManifest(step, step, pieces, 128, "whole"), "grpo", step, 0)
+    return WeightManifest(step, step, pieces, 128, "whole")
 
 
-def kept(keeper: PeerSnapshotStore, step: int) -> bytes:
-    body, blobs = keeper.answer(FetchState(step, (1, 0), owner="model-0"))
-    assert body == WeightsFetched(step)
-    return b"".join(bytes(blob) for blob in blobs)
+class Keeper:
+    """A store, and ranks that offer states to it."""
+
+    def __init__(self, made: Processes) -> None:
+        self.made = made
+        self.loop = Loop()
+        loop: Any = self.loop
+        self.store = PeerSnapshotStore(loop, made.add("agent-1"), loop, capacity=100)
+
+    def offered(
+        self, owner: str, step: int, parts: tuple[bytes, ...] = PARTS, sent: tuple[bytes, ...] | None = None
+    ) -> StateFetched:
+        """State that a rank announces; `sent` is what it sends instead."""
+        rank = self.made.endpoints.get(owner) or self.made.add(owner)
+        contents = parts if sent is None else sent
+        sizes = {index: len(part) for index, part in enumerate(contents)}
+        offer = rank.server.offer("state", ViewExport(sizes, lambda index: memoryview(contents[index])))
+        return StateFetched(manifest_of(step, parts), "grpo", step, 0, offer=offer)
+
+    def ask(self, sender: str, body: KeepState | FetchState) -> Any:
+        delivery = self.loop.delivery(sender, body)
+        self.store.handle(delivery)
+        return self.loop.until_answered(delivery.envelope.sequence)
+
+    def keep(self, owner: str, step: int, **given: Any) -> Any:
+        return self.ask(owner, KeepState(owner, self.offered(owner, step, **given)))
+
+    def kept(self, step: int, *, by: str = "model-9") -> bytes:
+        """Fetch a state from the keeper, as a replacement does."""
+        fetched = self.ask(by, FetchState(step, owner="model-0"))
+        assert isinstance(fetched, StateFetched) and fetched.offer is not None
+        assert fetched.offer.process == "agent-1"
+        rank = self.made.endpoints.get(by) or self.made.add(by)
+        content = b""
+        for index, piece in enumerate(fetched.manifest.pieces):
+            target = bytearray(piece.size)
+            rank.client.fetch(fetched.offer, slices(index, piece.size), [memoryview(target)])
+            content += target
+        return content
 
 
-def test_what_is_kept_is_given_back_by_piece() -> None:
-    keeper = PeerSnapshotStore(capacity=100)
-    keeper.keep(KeepState("model-0", state(3)), [b"abcdef", b"ghij"])
-    assert keeper.answer(FetchState(3, owner="model-0")) == (state(3), ())
-    assert kept(keeper, 3) == b"efghijabcd"
-    with pytest.raises(RefusedError, match="2 pieces, not one 2"):
-        keeper.answer(FetchState(3, (2,), owner="model-0"))
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    with processes() as made:
+        keeper = Keeper(made)
+        yield keeper
+        keeper.store.close()
 
 
-@pytest.mark.parametrize("blobs", [[b"abcdefghiX"], [b"abc"], [b"abcdefghij", b"k"], []])
-def test_a_state_that_was_damaged_on_the_way_leaves_what_is_there(blobs: list[bytes]) -> None:
-    keeper = PeerSnapshotStore(capacity=100)
-    keeper.keep(KeepState("model-0", state(3)), list(PARTS))
-    with pytest.raises(IntegrityError, match="state of model-0"):
-        keeper.keep(KeepState("model-0", state(4)), blobs)
-    assert kept(keeper, 3) == b"efghijabcd"
+def test_what_is_kept_is_given_back(keeper: Keeper) -> None:
+    assert keeper.keep("model-0", 3) == Ok()
+    keeper.made.kill("model-0")
+    assert keeper.kept(3) == b"".join(PARTS)
 
 
-def test_the_latest_two_steps_are_kept_whoever_sent_them_and_whoever_asks() -> None:
-    keeper = PeerSnapshotStore(capacity=100)
+@pytest.mark.parametrize("sent", [(b"abcd", b"efghiX"), (b"abc", b"efghij"), (b"abcd",)])
+def test_a_state_that_arrives_damaged_leaves_what_is_there(keeper: Keeper, sent: tuple[bytes, ...]) -> None:
+    keeper.keep("model-0", 3)
+    with pytest.raises((IntegrityError, RefusedError)):
+        keeper.keep("model-0", 4, sent=sent)
+    assert keeper.store.steps == (3,)
+    assert keeper.kept(3) == b"".join(PARTS)
+
+
+def test_the_latest_two_steps_are_kept_from_any_rank_and_for_any(keeper: Keeper) -> None:
     for owner, step in (("model-1", 3), ("model-1", 4), ("model-2", 5)):
-        keeper.keep(KeepState(owner, state(step)), list(PARTS))
-    for step in (4, 5):
-        assert keeper.answer(FetchState(step, owner="model-0"))[0] == state(step)
+        keeper.keep(owner, step)
+    assert keeper.kept(4) == keeper.kept(5) == b"".join(PARTS)
     with pytest.raises(RefusedError, match="no state of step 3 is kept; there are: 4, 5"):
-        keeper.answer(FetchState(3, owner="model-0"))
+        keeper.ask("model-0", FetchState(3))
 
 
 @pytest.mark.parametrize("parts", [(b"x" * 60, b"x" * 41), ()])
-def test_a_state_of_no_sensible_size_is_refused_before_memory_is_taken(parts: tuple[bytes, ...]) -> None:
+def test_a_state_of_no_sensible_size_is_refused_before_memory_is_taken(
+    keeper: Keeper, parts: tuple[bytes, ...]
+) -> None:
     with pytest.raises(RefusedError, match="expected 1 to 100 bytes"):
-        PeerSnapshotStore(capacity=100).keep(KeepState("model-0", state(3, parts)), list(parts))
-
-
-class Refusals:
-    """Stands in for an endpoint that answers."""
-
-    def __init__(self) -> None:
-        self.replies: list[Body] = []
-        self.errors: list[BaseException] = []
-
-    def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
-        self.replies.append(body)
-
-    def fail(self, delivery: Delivery, error: BaseException) -> None:
-        self.errors.append(error)
+        keeper.keep("model-0", 3, parts=parts)
+    assert keeper.store._arriving is None
 
 
 @pytest.mark.parametrize(
-    ("sender", "owner", "taken"),
+    ("sender", "owner", "is_kept"),
     [("model-0", "model-0", True), ("model-1", "model-0", False), ("rollout-0", "rollout-0", False)],
 )
-def test_only_a_rank_gives_a_state_and_only_its_own(sender: str, owner: str, taken: bool) -> None:
-    envelope = Envelope("job", 0, sender, "a", 1, MessageKind.REQUEST)
-    peer = Peer(sender, "a", "host-0", "", b"")
-    delivery = Delivery(envelope, KeepState(owner, state(3)), tuple(map(memoryview, PARTS)), peer, b"")
-    endpoint: Any = Refusals()
-    PeerSnapshotStore(capacity=100).handle(delivery, endpoint=endpoint)
-    assert endpoint.replies == ([Ok()] if taken else [])
-    assert [type(error) for error in endpoint.errors] == ([] if taken else [RefusedError])
+def test_a_rank_gives_only_its_own_state(keeper: Keeper, sender: str, owner: str, is_kept: bool) -> None:
+    body = KeepState(owner, keeper.offered(owner, 3))
+    if is_kept:
+        assert keeper.ask(sender, body) == Ok()
+    else:
+        with pytest.raises(RefusedError, match="can not give the state"):
+            keeper.ask(sender, body)
 
 
-def test_a_run_that_went_back_leaves_no_later_step_behind() -> None:
-    keeper = PeerSnapshotStore(capacity=100)
+def test_a_state_that_another_process_offers_is_refused(keeper: Keeper) -> None:
+    state = keeper.offered("model-1", 3)
+    with pytest.raises(RefusedError, match="model-0 offered no state of step 3"):
+        keeper.ask("model-0", KeepState("model-0", state))
+    with pytest.raises(RefusedError, match="offered no state"):
+        keeper.ask("model-0", KeepState("model-0", msgspec.structs.replace(state, offer=None)))
+
+
+def test_a_run_that_went_back_leaves_no_later_step_behind(keeper: Keeper) -> None:
     for step in (3, 4, 2):
-        keeper.keep(KeepState("model-1", state(step)), list(PARTS))
-    assert keeper.answer(FetchState(2, owner="model-1"))[0] == state(2)
+        keeper.keep("model-1", step)
+    assert keeper.store.steps == (2,)
     with pytest.raises(RefusedError, match="no state of step 4"):
-        keeper.answer(FetchState(4, owner="model-1"))
+        keeper.ask("model-1", FetchState(4))

@@ -67,7 +67,7 @@ class World:
 
     def hear(self, body: ToHolder, *, sender: str = AGENT) -> None:
         envelope = Envelope("job", 1, sender, "a", 1, MessageKind.ONE_WAY)
-        assert self.lease.handle(Delivery(envelope, body, (), Peer(sender, "a", "host-0", "", b""), b"", {}))
+        assert self.lease.handle(Delivery(envelope, body, Peer(sender, "a", "host-0", "", b""), b"", {}))
 
     def grant(self, token: int, *, number: int = 1, until: float = 1e9) -> None:
         self.hear(LeaseGranted("cpu", token, number, until))

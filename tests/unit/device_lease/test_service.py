@@ -56,7 +56,7 @@ class Host:
     def say(self, process: str, body: ToArbiter) -> None:
         envelope = Envelope("job", 1, process, "a", 1, MessageKind.ONE_WAY)
         peer = Peer(process, "a", "host-0", "", b"")
-        assert self.service.handle(Delivery(envelope, body, (), peer, b"", {}))
+        assert self.service.handle(Delivery(envelope, body, peer, b"", {}))
 
     def tick(self, seconds: float) -> None:
         """In steps of the agent's loop."""

@@ -18,7 +18,7 @@ from kintsugi.protocol.messages import Body
 from kintsugi.protocol.weights import LoadWeights
 from kintsugi.protocol.wire import Envelope, MessageKind
 from kintsugi.simulation.virtual_clock import VirtualClock
-from kintsugi.transport import Blob, Delivery
+from kintsugi.transport import Delivery
 from kintsugi.types import Completion, FolderSource, Peer, SamplingParams, WeightManifest, WeightSource
 from kintsugi.weights.fetch import Fetched
 from tests.unit.generation.fake_backend import FakeBackend
@@ -49,7 +49,7 @@ class FakeShell:
         kind = MessageKind.ONE_WAY if isinstance(body, Cancel) else MessageKind.REQUEST
         peer = self.peer(requester)
         envelope = Envelope("job", 0, requester, peer.incarnation, self._num_requests, kind)
-        self._requests.append(Delivery(envelope, body, (), peer, b""))
+        self._requests.append(Delivery(envelope, body, peer, b""))
         return self._num_requests
 
     def peer(self, process: str) -> Peer:
@@ -63,7 +63,7 @@ class FakeShell:
         self._requests.clear()
         return deliveries
 
-    def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
+    def reply(self, delivery: Delivery, body: Body) -> None:
         assert delivery.envelope.sequence not in self.replies, "answered twice"
         self.replies[delivery.envelope.sequence] = body
 
@@ -71,16 +71,14 @@ class FakeShell:
         assert delivery.envelope.sequence not in self.errors, "answered twice"
         self.errors[delivery.envelope.sequence] = error
 
-    def send(self, process: str, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
+    def send(self, process: str, body: Body) -> None:
         assert isinstance(body, Produced)
         self.sent.append((process, body))
 
     def report(self, *, load: float, gauges: dict[str, float]) -> None:
         self.load, self.gauges = load, gauges
 
-    def submit(
-        self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()
-    ) -> ReplyHandle:
+    def submit(self, process: str, body: Body, *, deadline_s: float) -> ReplyHandle:
         raise AssertionError("a server fetches weights through the `fetch` that it was given")
 
     def wake(self) -> None:

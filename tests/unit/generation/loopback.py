@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from kintsugi.process.shell import ReplyHandle
 from kintsugi.protocol.messages import Body
-from kintsugi.transport import Blob, Delivery, Endpoint
+from kintsugi.transport import Delivery, Endpoint
 from kintsugi.types import Peer
 
 
@@ -31,19 +30,16 @@ class Loopback:
     def take_all(self) -> list[Delivery]:
         return self._endpoint.poll(0)
 
-    def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
-        self._endpoint.reply(delivery, body, blobs=blobs)
+    def reply(self, delivery: Delivery, body: Body) -> None:
+        self._endpoint.reply(delivery, body)
 
     def fail(self, delivery: Delivery, error: BaseException) -> None:
         self._endpoint.fail(delivery, error)
 
-    def send(self, process: str, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
-        assert not blobs
+    def send(self, process: str, body: Body) -> None:
         self.unsent.append((process, body))
 
-    def submit(
-        self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()
-    ) -> ReplyHandle:
+    def submit(self, process: str, body: Body, *, deadline_s: float) -> ReplyHandle:
         raise AssertionError("a server fetches weights through the `fetch` that it was given")
 
     def report(self, *, load: float, gauges: dict[str, float]) -> None:

@@ -5,16 +5,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
 
+from kintsugi.bulk.endpoint import BulkEndpoint
 from kintsugi.config.recipe import dump
 from kintsugi.config.schema import Config, GenerationSection, ModelSection, NewModel
 from kintsugi.generation import manager, server
 from kintsugi.model.plan import plan_model
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.protocol.bootstrap import Bootstrap
+from kintsugi.protocol.bulk import OpenBulk
 from kintsugi.protocol.generation import Generate, Generated
 from kintsugi.protocol.membership import AddressBook, Heartbeat, Register, Registered, Shutdown
 from kintsugi.protocol.weights import FetchWeights, LoadWeights, Publish, WeightsLoaded
@@ -47,7 +50,10 @@ class _Run:
         self.master, self.model, self.rollout = (
             _endpoint(name) for name in ("master-0", "model-0", "rollout-0")
         )
-        self._publisher = Publisher(process="model-0", host="host-0", segments=None)
+        self._bulk = BulkEndpoint(
+            process="model-0", mode="encrypted", peer_of=self.model.peers.get, call=_asks_nothing
+        )
+        self._publisher = Publisher(process="model-0", host="host-0", segments=None, bulk=self._bulk.server)
         self.start("manager-0", "server-0", "server-1")
         self.publish_book(["manager-0", "server-0", "server-1"])
 
@@ -104,9 +110,12 @@ class _Run:
         for delivery in self.master.poll(0.002):
             self._as_master(delivery)
         for delivery in self.model.poll(0):
+            if isinstance(delivery.body, OpenBulk):
+                opened = self._bulk.server.open_session(delivery.peer, delivery.body.certificate)
+                self.model.reply(delivery, opened)
+                continue
             assert isinstance(delivery.body, FetchWeights)
-            fetched, blobs = self._publisher.answer(delivery.body)
-            self.model.reply(delivery, fetched, blobs=blobs)
+            self.model.reply(delivery, self._publisher.answer(delivery.body))
         self.rollout.turn(0)
 
     def _as_master(self, delivery: Delivery) -> None:
@@ -150,6 +159,11 @@ class _Run:
         for endpoint in (self.master, self.model, self.rollout):
             endpoint.close()
         self._publisher.close()
+        self._bulk.close()
+
+
+def _asks_nothing(process: str, request: OpenBulk, deadline_s: float) -> NoReturn:
+    raise AssertionError(f"the rank fetches nothing from {process}")
 
 
 def _endpoint(process: str) -> Endpoint:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.unit.training.fakes import OPENED
+
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
@@ -15,3 +17,10 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def bulk_endpoints_are_closed() -> Iterator[None]:
+    yield
+    while OPENED:
+        OPENED.pop().close()

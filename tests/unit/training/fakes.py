@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 from torch import Tensor
 
+from kintsugi.bulk.endpoint import BulkEndpoint
 from kintsugi.checkpoint.snapshot import SnapshotSegments
 from kintsugi.config.schema import (
     AlgorithmSection,
@@ -21,11 +22,12 @@ from kintsugi.config.schema import (
     WarmupSection,
 )
 from kintsugi.config.stages import stages
-from kintsugi.errors import RefusedError, WorldError, fault_of
+from kintsugi.errors import ProcessDied, RefusedError, WorldError, fault_of
 from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.process.membership import ShuttingDown
 from kintsugi.process.shell import ReplyHandle
+from kintsugi.protocol.bulk import OpenBulk
 from kintsugi.protocol.membership import Failed, Ok
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import RankReady, RebuildGroup
@@ -35,7 +37,7 @@ from kintsugi.protocol.wire import Envelope, MessageKind
 from kintsugi.training.initial_weights import load_model
 from kintsugi.training.state import TrainingState
 from kintsugi.training.worker import ModelWorker
-from kintsugi.transport import Blob, Delivery, Reply, new_key_pair
+from kintsugi.transport import Delivery, Reply, new_key_pair
 from kintsugi.types import Peer
 from kintsugi.weights.publish import Publisher
 from tests.unit.training.world import CPU, Batch, calls_of, new_batch, rewarded
@@ -78,7 +80,9 @@ class FakeShell:
         self.keys = new_key_pair()
         self.arrivals: deque[Delivery] = deque()
         self.num_arrived = 0
-        self.replies: list[tuple[Body, Sequence[Blob]]] = []
+        self.replies: list[Body] = []
+        self.bulk: dict[str, BulkEndpoint] = {}
+        """Bulk endpoints of the processes that this one reaches."""
         self.peers: dict[str, Callable[[Body], Reply]] = {}
         self.hosts: dict[str, str] = {}
         self.asked: list[tuple[str, Body]] = []
@@ -92,7 +96,7 @@ class FakeShell:
     def delivery_of(self, body: Body) -> Delivery:
         envelope = Envelope("job", 1, "master-0", "a", 1, MessageKind.REQUEST)
         peer = self.peer("master-0") or Peer("master-0", "a", "host-0", "", b"")
-        return Delivery(envelope, body, (), peer, b"")
+        return Delivery(envelope, body, peer, b"")
 
     def peer(self, process: str) -> Peer | None:
         known = process in self.peers or process in self.hosts
@@ -108,20 +112,18 @@ class FakeShell:
         self.arrivals.clear()
         return taken
 
-    def reply(self, delivery: Delivery, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
-        self.replies.append((body, blobs))
+    def reply(self, delivery: Delivery, body: Body) -> None:
+        self.replies.append(body)
 
     def fail(self, delivery: Delivery, error: BaseException) -> None:
-        self.replies.append((Failed(fault_of(error, process=self.process, time=0.0)), ()))
+        self.replies.append(Failed(fault_of(error, process=self.process, time=0.0)))
 
-    def submit(
-        self, process: str, body: Body, *, deadline_s: float, blobs: Sequence[Blob] = ()
-    ) -> ReplyHandle:
+    def submit(self, process: str, body: Body, *, deadline_s: float) -> ReplyHandle:
         self.asked.append((process, body))
         self.on_send(body)
         return Done(lambda: self.peers[process](body))
 
-    def send(self, process: str, body: Body, *, blobs: Sequence[Blob] = ()) -> None:
+    def send(self, process: str, body: Body) -> None:
         raise AssertionError("a rank sends no message that expects no reply")
 
     def report(self, *, load: float, gauges: dict[str, float]) -> None:
@@ -134,6 +136,29 @@ class FakeShell:
 def _fill_with_nothing(weights: Mapping[str, Tensor]) -> None:
     for view in weights.values():
         view.fill_(math.nan)
+
+
+OPENED: list[BulkEndpoint] = []
+"""Bulk endpoints of this test; a fixture closes them after it."""
+
+
+def bulk_of(shell: FakeShell) -> BulkEndpoint:
+    """Bulk endpoint of a process whose control channel is a function call."""
+
+    def call(process: str, request: OpenBulk, deadline_s: float) -> Reply:
+        if process not in shell.bulk:
+            raise ProcessDied(f"{process} is gone")
+        peer = Peer(shell.process, "a", "host-0", "", b"")
+        return Reply(shell.bulk[process].server.open_session(peer, request.certificate))
+
+    bulk = BulkEndpoint(
+        process=shell.process,
+        mode="authenticated",
+        peer_of=lambda process: Peer(process, "a", "host-0", "", b""),
+        call=call,
+    )
+    OPENED.append(bulk)
+    return bulk
 
 
 class Rank:
@@ -166,12 +191,14 @@ class Rank:
         self.num_renewed = 0
         self.saves_beside = False
         """Whether requests go on while a save is under way."""
+        self.bulk = bulk_of(self.shell)
         self.worker = ModelWorker(
             self.shell,
             self.state,
             config=config,
             tokenizer=tokenizer,
-            publisher=Publisher(process=process, host="host-0", segments=None),
+            publisher=Publisher(process=process, host="host-0", segments=None, bulk=self.bulk.server),
+            bulk=self.bulk,
             host="host-0",
             run_dir=Path("nowhere"),
             segments=segments,
@@ -187,7 +214,7 @@ class Rank:
     def ask(self, *bodies: Body) -> Body:
         """Put requests in, let the worker handle everything, give the last reply."""
         self.put(*bodies)
-        return self.shell.replies[-1][0]
+        return self.shell.replies[-1]
 
     def put(self, *bodies: Body) -> None:
         """Put requests in and let the worker handle what it can."""

@@ -46,6 +46,6 @@ def test_a_request_that_failed_says_in_what(spans: Recorded) -> None:
 
 
 def test_one_of_many_small_requests_is_worth_no_line(spans: Recorded) -> None:
-    with record_span(FetchWeights(4, ())):
+    with record_span(FetchWeights(4)):
         pass
     assert spans == []

@@ -6,9 +6,10 @@ import errno
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -40,16 +41,19 @@ from kintsugi.runtime.counters import COUNTERS
 from kintsugi.training.peer_replication import PeerReplica
 from kintsugi.training.process_group import ProcessGroup
 from kintsugi.training.recovery_adapter import probe
-from kintsugi.transport import Blob, Reply
+from kintsugi.transport import Reply
 from kintsugi.transport.store import StoreServer
 from kintsugi.types import Peer
+from tests.unit.bulk.loop import Loop
 from tests.unit.training.fakes import (
     BETA_CONFIG,
     CONFIG,
     PPO_CONFIG,
     Done,
     FakeSegments,
+    FakeShell,
     Rank,
+    bulk_of,
     grpo_call,
     rebuild,
 )
@@ -74,14 +78,10 @@ def replica_of(rank: Rank, into: Rank) -> None:
     def ask(body: Body) -> Reply:
         answer = rank.ask(body)
         assert not isinstance(answer, Failed), answer
-        return Reply(*copied(rank.shell.replies[-1]))
+        return Reply(answer)
 
     into.shell.peers["model-0"] = ask
-
-
-def copied(reply: tuple[Body, Sequence[Blob]]) -> tuple[Body, tuple[memoryview, ...]]:
-    body, blobs = reply
-    return body, tuple(memoryview(bytes(blob)) for blob in blobs)
+    into.shell.bulk["model-0"] = rank.bulk
 
 
 def go_on(rank: Rank, *, step: int, generation: int = 1) -> CallDone:
@@ -94,7 +94,7 @@ def test_a_stop_that_arrives_during_a_call_ends_it_before_the_update() -> None:
     rank = Rank().start()
     rank.shell.replies.clear()
     rank.ask(grpo_call(), DeviceStop(1, 2))
-    (failed, _), (stopped, _) = rank.shell.replies
+    failed, stopped = rank.shell.replies
     assert isinstance(failed, Failed) and failed.fault.kind == "GroupBroken"
     assert stopped == ready(rank, step=2)
 
@@ -104,7 +104,7 @@ def test_a_stop_of_an_earlier_round_ends_nothing_and_is_refused() -> None:
     rank.ask(PreLock(2, 5), NotifyNormal(2, 6))
     rank.shell.replies.clear()
     rank.ask(grpo_call(), DeviceStop(1, 4))
-    (done, _), (late, _) = rank.shell.replies
+    done, late = rank.shell.replies
     assert isinstance(done, CallDone)
     assert isinstance(late, Failed) and "comes late" in late.fault.message
 
@@ -113,7 +113,7 @@ def test_a_rank_answers_a_pre_lock_and_its_peers_in_the_middle_of_a_call() -> No
     rank = Rank().start()
     rank.shell.replies.clear()
     rank.ask(grpo_call(), PreLock(3, 2), FetchState(2))
-    assert [type(body) for body, _ in rank.shell.replies] == [RankReady, StateFetched, CallDone]
+    assert [type(body) for body in rank.shell.replies] == [RankReady, StateFetched, CallDone]
 
 
 def test_a_new_master_that_asks_in_the_middle_of_a_call_is_told_of_it_and_gets_its_answer_once() -> None:
@@ -122,7 +122,7 @@ def test_a_new_master_that_asks_in_the_middle_of_a_call_is_told_of_it_and_gets_i
     rank.shell.replies.clear()
     before = COUNTERS.snapshot().counters
     rank.ask(grpo_call(), AskStanding(), grpo_call())
-    (standing, _), (done, _), (again, _) = rank.shell.replies
+    standing, done, again = rank.shell.replies
     assert isinstance(standing, RankStanding) and standing.is_normal
     assert (standing.call_step, standing.ranks) == (3, ("model-0",))
     assert (standing.ready.step, standing.ready.prepared_step, standing.ready.half_updated) == (2, -1, False)
@@ -138,7 +138,7 @@ def test_a_call_that_has_ended_is_answered_again_while_the_next_one_runs() -> No
     done = rank.ask(first)
     rank.shell.replies.clear()
     rank.ask(second, first)
-    (again, _), (ended, _) = rank.shell.replies
+    again, ended = rank.shell.replies
     assert again == done and isinstance(ended, CallDone) and ended != done
 
 
@@ -278,24 +278,33 @@ def test_a_replacement_repaired_from_any_source_goes_on_with_equal_bits(
 
 def keep_and_offer(rank: Rank, newcomer: Rank) -> None:
     """An agent of another host keeps what the rank sends, and gives it to the newcomer."""
-    keeper = PeerSnapshotStore(capacity=1 << 30)
+    shell, loop = FakeShell("agent-1"), Loop()
+    shell.bulk["model-0"] = rank.bulk
+    answering: Any = loop
+    keeping_bulk = bulk_of(shell)
+    keeper = PeerSnapshotStore(answering, keeping_bulk, answering, capacity=1 << 30)
     kept = threading.Event()
 
-    def send(agent: str, body: KeepState, blobs: Sequence[Blob]) -> Done:
-        keeper.keep(body, [bytes(blob) for blob in blobs])
+    def send(agent: str, body: KeepState) -> Done:
+        delivery = loop.delivery("model-0", body)
+        keeper.handle(delivery)
+        answer = loop.until_answered(delivery.envelope.sequence)
         kept.set()
-        return Done(lambda: Reply(Ok()))
+        return Done(lambda: Reply(answer))
 
     keeping = Peer("agent-1", "a", "host-1", "", b"")
-    replica = PeerReplica(send, process="model-0")
+    replica = PeerReplica(send, rank.bulk.server, process="model-0")
     assert replica.offer(rank.state.hold_latest, digest=rank.state.prepared_digest, agent=keeping)
     assert kept.wait(10)
 
     def agent(body: Body) -> Reply:
         assert isinstance(body, FetchState) and body.owner == "model-0"
-        return Reply(*copied(keeper.answer(body)))
+        delivery = loop.delivery("model-0", body)
+        keeper.handle(delivery)
+        return Reply(loop.until_answered(delivery.envelope.sequence))
 
     newcomer.shell.peers["agent-1"] = agent
+    newcomer.shell.bulk["agent-1"] = keeping_bulk
 
 
 def test_a_replacement_without_initial_weights_is_repaired_from_the_snapshot_with_equal_bits(
@@ -389,7 +398,7 @@ def test_a_rank_that_waits_for_a_group_to_form_still_answers_its_peers() -> None
     with closing(StoreServer(keys=rank.shell.keys)) as server:
         alone = RebuildGroup(2, ("model-0", "model-1"), server.address, sequence=2, timeout_s=0.1)
         rank.ask(alone, FetchState(2))
-    (fetched, _), (failed, _) = rank.shell.replies
+    fetched, failed = rank.shell.replies
     assert isinstance(fetched, StateFetched)
     assert isinstance(failed, Failed) and failed.fault.kind == "GroupBroken"
 
@@ -405,7 +414,7 @@ def test_a_rank_that_waits_for_its_own_repair_still_answers_its_peers(segments: 
 
     newcomer.shell.peers["model-0"] = ask
     newcomer.ask(Repair(2, ("model-0",), 1))
-    kinds = [type(body) for body, _ in newcomer.shell.replies]
+    kinds = [type(body) for body in newcomer.shell.replies]
     assert StateFetched in kinds and kinds.index(StateFetched) < kinds.index(RankReady)
 
 
@@ -482,7 +491,7 @@ def test_a_device_that_failed_is_named_and_ends_the_process() -> None:
     rank.shell.peers["rollout-0"] = illegal
     with pytest.raises(DeviceError, match="illegal memory access"):
         rank.ask(grpo_call())
-    failed = rank.shell.replies[-1][0]
+    failed = rank.shell.replies[-1]
     assert isinstance(failed, Failed) and failed.fault.kind == "DeviceError"
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from kintsugi.bulk.exports import slices
 from kintsugi.errors import GroupBroken, IntegrityError, fault_of
 from kintsugi.model import huggingface
 from kintsugi.model.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ from kintsugi.protocol.training import (
     WeightsHashed,
 )
 from kintsugi.protocol.weights import FetchWeights, Publish, Published, WeightsFetched
+from kintsugi.runtime.digests import piece_digest
 from kintsugi.training import recovery_adapter as adapter_module
 from kintsugi.training import worker as worker_module
 from kintsugi.training.initial_weights import load_model
@@ -40,7 +42,9 @@ from tests.unit.training.fakes import (
     CONFIG,
     PPO_CONFIG,
     FakeSegments,
+    FakeShell,
     Rank,
+    bulk_of,
     grpo_call,
     half_call,
     holder,
@@ -78,7 +82,7 @@ def test_calls_are_worked_off_in_the_graphs_order_however_they_arrive() -> None:
     rank = Rank(config=PPO_CONFIG).start()
     rank.shell.replies.clear()
     rank.ask(*reversed(rank.calls(3)))
-    answers = [body for body, _ in rank.shell.replies]
+    answers = list(rank.shell.replies)
     assert all(isinstance(answer, CallDone) for answer in answers)
     assert len(answers) == len(rank.calls(3))
     assert rank.state.prepared_digest == expected
@@ -99,7 +103,7 @@ def test_a_call_that_waits_for_another_is_refused_when_its_group_is_over() -> No
     rank.put(rank.calls(3)[-1])
     assert rank.shell.replies == []
     rank.put(DeviceStop(1, 2))
-    kinds = {type(body) for body, _ in rank.shell.replies}
+    kinds = {type(body) for body in rank.shell.replies}
     assert kinds == {RankReady, Failed}
 
 
@@ -168,7 +172,7 @@ def test_a_neighbour_is_told_where_its_samples_lie_as_soon_as_they_do() -> None:
     rank.put(FetchRelayed(3, 1, tuple(extra)))
     assert rank.shell.replies == []
     rank.put(call)
-    (told, _), (done, _) = rank.shell.replies
+    told, done = rank.shell.replies
     assert isinstance(told, Relayed) and told.places.keys() == extra.keys()
     assert isinstance(done, CallDone)
     assert told.segment in segments.names()
@@ -251,8 +255,8 @@ def test_weights_are_served_while_a_call_runs() -> None:
     rank = Rank().start()
     rank.ask(Publish(2, 2))
     rank.shell.replies.clear()
-    rank.ask(grpo_call(), FetchWeights(2, (0,)))
-    assert [type(body) for body, _ in rank.shell.replies] == [WeightsFetched, CallDone]
+    rank.ask(grpo_call(), FetchWeights(2))
+    assert [type(body) for body in rank.shell.replies] == [WeightsFetched, CallDone]
 
 
 @pytest.mark.parametrize(("interval_s", "during_the_call"), [(0.0, True), (1000.0, False)])
@@ -298,9 +302,17 @@ def test_published_weights_are_the_committed_ones_and_can_be_streamed() -> None:
     published = rank.ask(Publish(2, 2))
     assert isinstance(published, Published)
     assert published.sources == (StreamSource("model-0"),)
-    assert isinstance(rank.ask(FetchWeights(2)), WeightsFetched)
-    blobs = rank.shell.replies[-1][1]
-    assert sum(len(blob) for blob in blobs) == sum(piece.size for piece in published.manifest.pieces)
+    fetched = rank.ask(FetchWeights(2))
+    assert isinstance(fetched, WeightsFetched) and fetched.offer is not None
+    server = FakeShell("server-0")
+    server.bulk["model-0"] = rank.bulk
+    client, received = bulk_of(server).client, 0
+    for index, piece in enumerate(published.manifest.pieces):
+        target = memoryview(bytearray(piece.size))
+        client.fetch(fetched.offer, slices(index, piece.size), [target])
+        assert piece_digest(target) == piece.digest
+        received += len(target)
+    assert received == sum(piece.size for piece in published.manifest.pieces) > 0
     assert "expected to publish the committed step 2, got 3" in rank.refusal(Publish(3, 3))
 
 
@@ -328,5 +340,5 @@ def test_a_bug_of_ours_is_answered_and_ends_the_process(monkeypatch: pytest.Monk
     monkeypatch.setattr(rank.state, "commit", broken)
     with pytest.raises(AssertionError, match="committed twice"):
         rank.ask(CommitStep(3))
-    answer, _ = rank.shell.replies[-1]
+    answer = rank.shell.replies[-1]
     assert isinstance(answer, Failed) and answer.fault.kind == "AssertionError"

@@ -186,13 +186,13 @@ def test_a_queue_that_is_full_is_given_up_only_after_a_while_in_which_it_took_no
         raise zmq.Again
 
     with monkeypatch.context() as full:
-        full.setattr(endpoint, "send_frames", refuse)
+        full.setattr(endpoint, "send_frame", refuse)
         assert not client.send("agent-0", Ping())
         clock.advance(BLOCKED_S * 0.9)
         assert not client.send("agent-0", Ping())
     assert client.send("agent-0", Ping()), "it took one"
     with monkeypatch.context() as full:
-        full.setattr(endpoint, "send_frames", refuse)
+        full.setattr(endpoint, "send_frame", refuse)
         clock.advance(BLOCKED_S * 0.9)
         assert not client.send("agent-0", Ping())
         assert not dialled

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from kintsugi.errors import (
     DeadlineExceeded,
     Fault,
-    IntegrityError,
     ProcessDied,
     RefusedError,
     RemoteError,
@@ -24,13 +23,13 @@ from kintsugi.errors import (
 )
 from kintsugi.protocol import wire
 from kintsugi.protocol.membership import AddressBook, Failed, Ok, Ping, Register, Registered
-from kintsugi.protocol.weights import FetchWeights, WeightsFetched
+from kintsugi.protocol.weights import FetchWeights
 from kintsugi.protocol.wire import MessageKind
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.waits import WAITS
 from kintsugi.simulation.virtual_clock import VirtualClock
-from kintsugi.transport import Endpoint, PendingReply, bulk_digest, chunks, new_key_pair, verify_bulk
-from kintsugi.transport.rpc import CHUNK_BYTES, SAVED_BYTES
+from kintsugi.transport import Endpoint, PendingReply, new_key_pair
+from kintsugi.transport.rpc import SAVED_BYTES
 from kintsugi.types import Role
 from tests.unit.transport.harness import (
     ask,
@@ -311,23 +310,7 @@ def test_an_older_address_book_is_ignored_and_a_newer_one_forgets_who_is_missing
     assert set(model.peers) == {"server-0"}
 
 
-def test_bulk_data_arrives_in_frames_and_its_checksum_is_verified(make: Make) -> None:
-    model, server = make("model-0"), make("server-0")
-    introduce(model, server)
-    weights = os.urandom(CHUNK_BYTES + 12345)
-    digest = bulk_digest([weights])
-    pending = server.request("model-0", FetchWeights(3), deadline_s=20)
-    (delivery,) = receive(model, server)
-    model.reply(delivery, WeightsFetched(3), blobs=chunks(weights))
-    pump(server, model, until=lambda: pending.done)
-    blobs = pending.result().blobs
-    assert [len(blob) for blob in blobs] == [CHUNK_BYTES, 12345]
-    verify_bulk(blobs, expected=digest, what="weights of version 3")
-    with pytest.raises(IntegrityError, match="weights of version 3: expected xxh3"):
-        verify_bulk(blobs[:1], expected=digest, what="weights of version 3")
-
-
-def test_a_bulk_reply_too_large_to_keep_is_made_again_only_when_the_first_must_be_lost(make: Make) -> None:
+def test_a_reply_too_large_to_keep_is_made_again_only_when_the_first_must_be_lost(make: Make) -> None:
     keys = new_key_pair()
     clock = VirtualClock()
     server, model = make("server-0", keys=keys), make("model-0", clock=clock)
@@ -336,7 +319,7 @@ def test_a_bulk_reply_too_large_to_keep_is_made_again_only_when_the_first_must_b
     fetch = frame_of(FetchWeights(3), sender="server-0")
     mark = frame_of(Ping(), sender="server-0", kind=MessageKind.ONE_WAY, sequence=9)
     dealer.send(fetch)
-    model.reply(receive(model)[0], WeightsFetched(3), blobs=[bytes(SAVED_BYTES + 1)])
+    model.reply(receive(model)[0], Ping(bytes(SAVED_BYTES + 1)))
     dealer.send(fetch)
     dealer.send(mark)
     assert [type(delivery.body) for delivery in receive(model)] == [Ping]

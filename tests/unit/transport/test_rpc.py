@@ -38,7 +38,7 @@ class Idle:
 
 def asked(body: Body, *, ago_s: float) -> PendingReply:
     since = SYSTEM_CLOCK.monotonic() - ago_s
-    return PendingReply(Idle(), "model-0", body, (), None, None, since, since + 60.0, 1.0)
+    return PendingReply(Idle(), "model-0", body, None, None, since, since + 60.0, 1.0)
 
 
 def test_a_request_that_took_long_is_worth_a_span_that_says_what_it_was_about(spans: Recorded) -> None:
@@ -84,10 +84,10 @@ def test_the_oldest_answers_leave_when_there_are_too_many() -> None:
 def test_the_oldest_answers_leave_when_they_are_too_large_together() -> None:
     replies, count = SavedReplies(), 6
     for number in range(count):
-        replies.put(request(number), bytes(SAVED_BYTES // 8), blobs=[bytes(SAVED_BYTES // 8)], now=0.0)
+        replies.put(request(number), bytes(SAVED_BYTES // 4), now=0.0)
     assert kept(replies, count=count) == [2, 3, 4, 5]
     newest = replies.get(request(5))
-    assert newest is not None and newest.frame == bytes(SAVED_BYTES // 8)
+    assert newest is not None and newest.frame == bytes(SAVED_BYTES // 4)
 
 
 def test_an_endpoint_of_a_large_run_saves_replies_for_each_of_its_peers() -> None:

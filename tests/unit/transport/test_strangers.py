@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kintsugi.transport import Endpoint
-from kintsugi.transport.rpc import CHUNK_BYTES
-from kintsugi.transport.sockets import LARGEST_FRAME_BYTES, send_frames
+from kintsugi.transport.sockets import LARGEST_FRAME_BYTES, send_frame
 
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + b"\0" + bytes(31)
 LONG_COMMAND = 0x06
@@ -40,7 +39,7 @@ def test_a_stranger_cannot_make_an_endpoint_hold_a_gigabyte(make: Callable[..., 
         assert bytes_taken(stranger, most=4 * LARGEST_FRAME_BYTES) < 4 * LARGEST_FRAME_BYTES
 
 
-def test_bulk_frames_fit_the_limit_and_a_larger_frame_is_our_mistake() -> None:
-    assert 1.5 * CHUNK_BYTES < LARGEST_FRAME_BYTES <= 32 * MIB
+def test_a_frame_beyond_the_limit_is_our_mistake() -> None:
+    assert 16 * MIB < LARGEST_FRAME_BYTES <= 32 * MIB
     with pytest.raises(AssertionError, match="a frame of 33,554,433 bytes"):
-        send_frames(None, b"", [bytes(LARGEST_FRAME_BYTES + 1)])  # type: ignore[arg-type]
+        send_frame(None, bytes(LARGEST_FRAME_BYTES + 1))  # type: ignore[arg-type]

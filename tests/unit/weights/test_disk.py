@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from kintsugi.model.huggingface import save
 from kintsugi.model.plan import new_model_config
 from kintsugi.model.tokenizer import character_tokenizer
 from kintsugi.model.transformer import Transformer
-from kintsugi.protocol.weights import FetchWeights
 from kintsugi.types import FolderSource
 from kintsugi.weights.fetch import Fetched, Fetcher
 from kintsugi.weights.transports.disk import folder_manifest, write_folder
@@ -40,10 +38,7 @@ def fetched(folder: Path, *, config: ModelConfig = CONFIG) -> Fetched:
 
 
 def fetcher() -> Fetcher:
-    def unused(process: str, request: FetchWeights, deadline_s: float) -> NoReturn:
-        raise AssertionError("there is no stream")
-
-    return Fetcher(process="server-0", host="here", send_request=unused)
+    return Fetcher(process="server-0", host="here")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

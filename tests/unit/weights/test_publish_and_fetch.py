@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 import torch
 
 from kintsugi.errors import IntegrityError, RefusedError
-from kintsugi.protocol.weights import FetchWeights, Publish, WeightsFetched
+from kintsugi.protocol.weights import FetchWeights, Publish
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.telemetry.events import Alert, Event
 from kintsugi.transport import Reply
@@ -18,9 +19,9 @@ from kintsugi.types import SegmentSource, StreamSource, WeightManifest, WeightSo
 from kintsugi.weights.fetch import Fetched, Fetcher
 from kintsugi.weights.manifest import build_manifest
 from kintsugi.weights.publish import Publisher
-from kintsugi.weights.transports import stream as stream_module
 from kintsugi.weights.transports.shared_memory import WeightSegments
-from kintsugi.weights.transports.stream import StreamAnswered
+from kintsugi.weights.transports.stream import StreamFetch
+from tests.unit.weights.streams import Streams, streams
 
 MESH = {"dp": 0, "tp": 0, "pp": 0}
 
@@ -75,7 +76,10 @@ def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-FetchStream = Callable[[str, FetchWeights], Reply]
+@pytest.fixture
+def stream() -> Iterator[Streams]:
+    with streams() as made:
+        yield made
 
 
 def fetch(
@@ -84,26 +88,10 @@ def fetch(
     *,
     host: str,
     segments: WeightSegments | None,
-    fetch_stream: FetchStream,
+    stream: StreamFetch | None = None,
 ) -> Fetched:
-    fetcher = Fetcher(
-        process="server-0",
-        host=host,
-        send_request=lambda process, request, _: StreamAnswered(fetch_stream(process, request)),
-    )
+    fetcher = Fetcher(process="server-0", host=host, stream=stream)
     return fetcher.fetch(manifest, sources, segments=segments)
-
-
-def stream_from(publisher: Publisher) -> FetchStream:
-    def ask(process: str, request: FetchWeights) -> Reply:
-        body, blobs = publisher.answer(request)
-        return Reply(body, tuple(blobs))
-
-    return ask
-
-
-def no_stream(process: str, request: FetchWeights) -> Reply:
-    raise AssertionError("the stream was used")
 
 
 def assert_same(fetched: Fetched, weights: dict[str, torch.Tensor]) -> None:
@@ -117,30 +105,31 @@ def assert_same(fetched: Fetched, weights: dict[str, torch.Tensor]) -> None:
 def test_weights_arrive_by_shared_memory(segments: MemorySegments) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
     manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
-    fetched = fetch(manifest, sources, host="host-0", segments=segments, fetch_stream=no_stream)
+    fetched = fetch(manifest, sources, host="host-0", segments=segments)
     assert isinstance(fetched.source, SegmentSource) and fetched.failures == ()
     assert_same(fetched, some_weights())
 
 
-@pytest.mark.parametrize("stream_bytes", [1, 60, 64 << 20])
-def test_weights_arrive_by_stream_on_another_host(
-    segments: MemorySegments, monkeypatch: pytest.MonkeyPatch, stream_bytes: int
-) -> None:
-    monkeypatch.setattr(stream_module, "STREAM_BYTES", stream_bytes)
-    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+def test_weights_arrive_by_stream_on_another_host(segments: MemorySegments, stream: Streams) -> None:
+    publisher = stream.publisher(segments=segments)
     manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
-    fetched = fetch(
-        manifest, sources, host="host-1", segments=MemorySegments(), fetch_stream=stream_from(publisher)
-    )
+    fetched = fetch(manifest, sources, host="host-1", segments=MemorySegments(), stream=stream.fetch())
     assert fetched.source == StreamSource("model-0")
     assert_same(fetched, some_weights())
 
 
-def test_without_shared_memory_only_the_stream_is_offered() -> None:
-    publisher = Publisher(process="model-0", host="host-0", segments=None)
+def test_a_server_that_can_not_stream_does_not_try(segments: MemorySegments) -> None:
+    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
+    with pytest.raises(RefusedError, match="no source of version 3 can be reached from host-1"):
+        fetch(manifest, sources, host="host-1", segments=None)
+
+
+def test_without_shared_memory_only_the_stream_is_offered(stream: Streams) -> None:
+    publisher = stream.publisher()
     manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
     assert sources == (StreamSource("model-0"),)
-    fetched = fetch(manifest, sources, host="host-0", segments=None, fetch_stream=stream_from(publisher))
+    fetched = fetch(manifest, sources, host="host-0", segments=None, stream=stream.fetch())
     assert_same(fetched, some_weights())
 
 
@@ -150,7 +139,7 @@ def test_a_fetched_version_does_not_change_when_the_model_or_the_versions_move_o
     weights = some_weights()
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
     manifest, sources = publisher.publish(weights, Publish(1, 1))
-    fetched = fetch(manifest, sources, host="host-0", segments=segments, fetch_stream=no_stream)
+    fetched = fetch(manifest, sources, host="host-0", segments=segments)
     weights["norm.weight"].zero_()
     for version in (2, 3, 4):
         publisher.publish(some_weights(version), Publish(version, version))
@@ -186,9 +175,7 @@ def test_publishing_again_after_a_rollback_withdraws_the_undone_versions(segment
     manifest, sources = publisher.publish(some_weights(2), Publish(4, 4))
     with pytest.raises(RefusedError, match=r"no weights of version 5, only \[4\]"):
         publisher.answer(FetchWeights(5))
-    assert_same(
-        fetch(manifest, sources, host="host-0", segments=segments, fetch_stream=no_stream), some_weights(2)
-    )
+    assert_same(fetch(manifest, sources, host="host-0", segments=segments), some_weights(2))
 
 
 def test_a_wrong_byte_in_shared_memory_is_found_and_named(segments: MemorySegments) -> None:
@@ -200,87 +187,67 @@ def test_a_wrong_byte_in_shared_memory_is_found_and_named(segments: MemorySegmen
             with pytest.raises(
                 IntegrityError, match=f"^{piece.name} of version 3 from segment weights/model-0/1"
             ):
-                fetch(manifest, sources[:1], host="host-0", segments=segments, fetch_stream=no_stream)
+                fetch(manifest, sources[:1], host="host-0", segments=segments)
             segments.flip("weights/model-0/1", offset)
 
 
-def test_a_wrong_byte_in_the_stream_is_found_and_named() -> None:
-    publisher = Publisher(process="model-0", host="host-0", segments=None)
+def test_a_wrong_byte_in_the_publishers_memory_is_found_and_named(
+    segments: MemorySegments, stream: Streams
+) -> None:
+    publisher = stream.publisher(segments=segments)
     manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
-
-    def bent(process: str, request: FetchWeights) -> Reply:
-        body, blobs = publisher.answer(request)
-        stream = bytearray(b"".join(blobs))
-        stream[-1] ^= 1
-        return Reply(body, (memoryview(stream),))
-
-    with pytest.raises(IntegrityError, match="steps of version 3 from stream of model-0"):
-        fetch(manifest, sources, host="host-0", segments=None, fetch_stream=bent)
+    segments.flip("weights/model-0/1", manifest.pieces[-1].offset)
+    with pytest.raises(IntegrityError, match="steps of version 3 from model-0: expected xxh3"):
+        fetch(manifest, sources, host="host-1", segments=None, stream=stream.fetch())
 
 
-def test_a_stream_that_is_too_short_is_refused() -> None:
-    publisher = Publisher(process="model-0", host="host-0", segments=None)
-    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
-
-    def short(process: str, request: FetchWeights) -> Reply:
-        body, blobs = publisher.answer(request)
-        return Reply(body, tuple(blobs[:-1]))
-
-    with pytest.raises(IntegrityError, match=r"expected .* bytes"):
-        fetch(manifest, sources, host="host-0", segments=None, fetch_stream=short)
-
-
-def test_another_version_than_the_one_asked_for_is_refused() -> None:
-    publisher = Publisher(process="model-0", host="host-0", segments=None)
+def test_another_version_than_the_one_asked_for_is_refused(stream: Streams) -> None:
+    publisher = stream.publisher()
     manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
 
     def older(process: str, request: FetchWeights) -> Reply:
-        _, blobs = publisher.answer(request)
-        return Reply(WeightsFetched(2), tuple(blobs))
+        return Reply(msgspec.structs.replace(publisher.answer(request), version=2))
 
-    with pytest.raises(RefusedError, match="expected version 3, got 2"):
-        fetch(manifest, sources, host="host-0", segments=None, fetch_stream=older)
+    with pytest.raises(RefusedError, match="expected an offer of version 3, got"):
+        fetch(manifest, sources, host="host-0", segments=None, stream=stream.fetch(older))
 
 
-def test_the_stream_takes_over_when_shared_memory_fails_and_says_why(segments: MemorySegments) -> None:
+def test_pieces_of_another_size_are_refused_before_any_byte(stream: Streams) -> None:
+    publisher = stream.publisher()
+    manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
+    longer = [msgspec.structs.replace(piece, size=piece.size + 64) for piece in manifest.pieces]
+    other = msgspec.structs.replace(manifest, pieces=tuple(longer), size=manifest.size + 64)
+    with pytest.raises(RefusedError, match="bytes, not"):
+        fetch(other, sources, host="host-0", segments=None, stream=stream.fetch())
+
+
+def test_the_stream_takes_over_when_shared_memory_fails_and_says_why(
+    segments: MemorySegments, stream: Streams
+) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
     manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
     segments.flip("weights/model-0/1", manifest.pieces[-1].offset)
-    healthy = Publisher(process="model-1", host="host-0", segments=None)
-    healthy.publish(some_weights(), Publish(3, 3))
-    fetched = fetch(manifest, sources, host="host-0", segments=segments, fetch_stream=stream_from(healthy))
+    stream.publisher().publish(some_weights(), Publish(3, 3))
+    fetched = fetch(manifest, sources, host="host-0", segments=segments, stream=stream.fetch())
     assert_same(fetched, some_weights())
     (failure,) = fetched.failures
     assert isinstance(failure, IntegrityError)
 
 
-def test_the_first_failure_is_the_one_that_is_raised(segments: MemorySegments) -> None:
+def test_the_first_failure_is_the_one_that_is_raised(segments: MemorySegments, stream: Streams) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
     manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
     segments.flip("weights/model-0/1", 0)
-    empty = Publisher(process="model-0", host="host-0", segments=None)
+    stream.publisher()
     with pytest.raises(IntegrityError) as caught:
-        fetch(
-            manifest,
-            sources,
-            host="host-0",
-            segments=segments,
-            fetch_stream=stream_from(empty),
-        )
+        fetch(manifest, sources, host="host-0", segments=segments, stream=stream.fetch())
     assert any("no weights of version 3" in note for note in caught.value.__notes__)
 
 
 def test_a_version_that_cannot_be_reached_names_what_there_is() -> None:
     manifest = build_manifest(some_weights(), version=3, step=3, mesh=MESH)
     with pytest.raises(RefusedError, match="from host-1; there are: segment s on host-0"):
-        fetch(manifest, [SegmentSource("host-0", "s")], host="host-1", segments=None, fetch_stream=no_stream)
-
-
-def test_a_piece_that_does_not_exist_is_refused() -> None:
-    publisher = Publisher(process="model-0", host="host-0", segments=None)
-    publisher.publish(some_weights(), Publish(3, 3))
-    with pytest.raises(RefusedError, match="6 pieces"):
-        publisher.answer(FetchWeights(3, (6,)))
+        fetch(manifest, [SegmentSource("host-0", "s")], host="host-1", segments=None)
 
 
 class FlakySegments(MemorySegments):

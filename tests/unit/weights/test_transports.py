@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kintsugi.errors import DeadlineExceeded, IntegrityError, WorldError
-from kintsugi.protocol.weights import FetchWeights, Publish
+from kintsugi.protocol.weights import Publish
 from kintsugi.telemetry.events import OperationFailed
 from kintsugi.transport import new_key_pair
 from kintsugi.transport.store import StoreServer
@@ -37,8 +37,8 @@ from kintsugi.weights.publish import Publisher
 from kintsugi.weights.transports import collective
 from kintsugi.weights.transports.collective import CollectiveTransport, receive
 from kintsugi.weights.transports.device import MappedSlots
-from kintsugi.weights.transports.stream import StreamAnswered
-from tests.unit.weights.test_publish_and_fetch import MemorySegments, stream_from
+from tests.unit.weights.streams import Streams, streams
+from tests.unit.weights.test_publish_and_fetch import MemorySegments
 
 KEYS = new_key_pair()
 
@@ -51,6 +51,12 @@ def segments() -> Iterator[MemorySegments]:
         memory.remove(name)
 
 
+@pytest.fixture
+def stream() -> Iterator[Streams]:
+    with streams() as made:
+        yield made
+
+
 def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -58,10 +64,6 @@ def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
         "norm.weight": torch.randn(7, generator=generator),
         "half.weight": torch.randn(9, 5, generator=generator).to(torch.bfloat16),
     }
-
-
-def no_stream(process: str, request: FetchWeights, deadline_s: float) -> NoReturn:
-    raise AssertionError("the stream was used")
 
 
 def assert_same(fetched: Fetched, weights: dict[str, torch.Tensor]) -> None:
@@ -72,7 +74,7 @@ def assert_same(fetched: Fetched, weights: dict[str, torch.Tensor]) -> None:
 
 def test_memory_is_used_again_once_nobody_reads_it(segments: MemorySegments) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
-    fetcher = Fetcher(process="server-0", host="host-0", send_request=no_stream)
+    fetcher = Fetcher(process="server-0", host="host-0")
     for version in range(1, 6):
         manifest, sources = publisher.publish(some_weights(version), Publish(version, version))
         fetched = fetcher.fetch(manifest, sources, segments=segments)
@@ -83,26 +85,27 @@ def test_memory_is_used_again_once_nobody_reads_it(segments: MemorySegments) -> 
 
 def test_what_is_being_read_is_left_alone_and_its_name_gets_other_memory(segments: MemorySegments) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
-    slow = Fetcher(process="server-0", host="host-0", send_request=no_stream)
+    slow = Fetcher(process="server-0", host="host-0")
     held = slow.fetch(*publisher.publish(some_weights(1), Publish(1, 1)), segments=segments)
     for version in (2, 3):
         last = publisher.publish(some_weights(version), Publish(version, version))
     assert_same(held, some_weights(1))
-    fast = Fetcher(process="server-1", host="host-0", send_request=no_stream)
+    fast = Fetcher(process="server-1", host="host-0")
     assert_same(fast.fetch(*last, segments=segments), some_weights(3))
     assert segments.num_created == 3
 
 
-def test_who_comes_too_late_for_a_version_gets_none_of_a_later_one(segments: MemorySegments) -> None:
-    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+def test_who_comes_too_late_for_a_version_gets_none_of_a_later_one(
+    segments: MemorySegments, stream: Streams
+) -> None:
+    publisher = stream.publisher(segments=segments)
     manifest, sources = publisher.publish(some_weights(1), Publish(1, 1))
     for version in (2, 3):
         publisher.publish(some_weights(version), Publish(version, version))
-    ask = stream_from(publisher)
     late = Fetcher(
         process="server-0",
         host="host-0",
-        send_request=lambda process, request, _: StreamAnswered(ask(process, request)),
+        stream=stream.fetch(),
     )
     with pytest.raises(IntegrityError, match="of version 1 from segment") as caught:
         late.fetch(manifest, sources, segments=segments)
@@ -112,7 +115,7 @@ def test_who_comes_too_late_for_a_version_gets_none_of_a_later_one(segments: Mem
 def test_weights_arrive_by_disk_and_only_two_versions_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "model-0"
     publisher = Publisher(process="model-0", host="host-0", segments=None, folder=folder)
-    fetcher = Fetcher(process="server-0", host="host-9", send_request=no_stream)
+    fetcher = Fetcher(process="server-0", host="host-9")
     for version in range(1, 5):
         order = Publish(version, version, transports=("disk",))
         manifest, sources = publisher.publish(some_weights(version), order)
@@ -125,18 +128,20 @@ def test_weights_arrive_by_disk_and_only_two_versions_are_kept(tmp_path: Path) -
     assert not folder.exists()
 
 
-def test_a_wrong_byte_on_the_disk_is_found_and_the_rank_asked_instead(tmp_path: Path) -> None:
+def test_a_wrong_byte_on_the_disk_is_found_and_the_rank_asked_instead(
+    tmp_path: Path, stream: Streams
+) -> None:
     publisher = Publisher(process="model-0", host="host-0", segments=None, folder=tmp_path)
     manifest, sources = publisher.publish(some_weights(), Publish(3, 3, transports=("disk",)))
+    stream.publisher().publish(some_weights(), Publish(3, 3))
     path = tmp_path / "version-3" / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    ask = stream_from(publisher)
     fetcher = Fetcher(
         process="server-0",
         host="host-9",
-        send_request=lambda process, request, _: StreamAnswered(ask(process, request)),
+        stream=stream.fetch(),
     )
     fetched = fetcher.fetch(manifest, sources)
     assert_same(fetched, some_weights())
@@ -162,9 +167,7 @@ def test_all_servers_get_a_broadcast(store: StoreServer) -> None:
     found: dict[str, Fetched] = {}
 
     def fetch(name: str, manifest: WeightManifest, sources: Sequence[WeightSource]) -> None:
-        fetcher = Fetcher(
-            process=name, host="host-9", send_request=no_stream, join=partial(receive, keys=KEYS)
-        )
+        fetcher = Fetcher(process=name, host="host-9", join=partial(receive, keys=KEYS))
         found[name] = fetcher.fetch(manifest, sources)
 
     for version in (1, 2):
@@ -182,7 +185,7 @@ def test_all_servers_get_a_broadcast(store: StoreServer) -> None:
 
 
 def test_a_server_that_does_not_come_costs_the_others_the_deadline_and_no_more(
-    store: StoreServer, monkeypatch: pytest.MonkeyPatch
+    store: StoreServer, monkeypatch: pytest.MonkeyPatch, stream: Streams
 ) -> None:
     monkeypatch.setattr(collective, "COLLECTIVE_TIMEOUT_S", 0.5)
     said: list[OperationFailed] = []
@@ -190,11 +193,11 @@ def test_a_server_that_does_not_come_costs_the_others_the_deadline_and_no_more(
     publisher = broadcast(store, said=said, servers=names)
     order = Publish(1, 1, transports=("collective",), servers=names)
     manifest, sources = publisher.publish(some_weights(), order)
-    ask = stream_from(publisher)
+    stream.publisher().publish(some_weights(), Publish(1, 1))
     fetcher = Fetcher(
         process="server-0",
         host="host-9",
-        send_request=lambda process, request, _: StreamAnswered(ask(process, request)),
+        stream=stream.fetch(),
         join=partial(receive, keys=KEYS),
     )
     fetched = fetcher.fetch(manifest, sources)
@@ -217,20 +220,19 @@ def test_a_broadcast_that_ends_in_any_error_has_failed(
         receive(manifest, source, memoryview(bytearray(manifest.size)), keys=KEYS)
 
 
-def test_who_writes_late_writes_to_nothing_that_was_verified() -> None:
+def test_who_writes_late_writes_to_nothing_that_was_verified(stream: Streams) -> None:
     written: list[memoryview] = []
 
     def given_up(manifest: WeightManifest, source: CollectiveSource, into: memoryview) -> NoReturn:
         written.append(into)
         raise DeadlineExceeded(whom="server-1", what="broadcast", waited_s=20.0)
 
-    publisher = Publisher(process="model-0", host="host-0", segments=None)
+    publisher = stream.publisher()
     manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
-    ask = stream_from(publisher)
     fetcher = Fetcher(
         process="server-0",
         host="host-9",
-        send_request=lambda process, request, _: StreamAnswered(ask(process, request)),
+        stream=stream.fetch(),
         join=given_up,
     )
     broadcast = CollectiveSource("model-0", "127.0.0.1:1", "key", ("server-0", "server-1"))
@@ -241,20 +243,19 @@ def test_who_writes_late_writes_to_nothing_that_was_verified() -> None:
 
 
 def test_memory_of_an_accelerator_whose_owner_is_gone_is_one_source_less(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, stream: Streams
 ) -> None:
     def gone(*handle: object) -> NoReturn:
         raise RuntimeError("CUDA error: invalid argument\nCUDA kernel errors might be reported later")
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", gone)
     device = MappedSlots(torch.device("cpu"))
-    publisher = Publisher(process="model-0", host="host-0", segments=None)
+    publisher = stream.publisher()
     manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
-    ask = stream_from(publisher)
     fetcher = Fetcher(
         process="server-0",
         host="host-0",
-        send_request=lambda process, request, _: StreamAnswered(ask(process, request)),
+        stream=stream.fetch(),
         device=device,
     )
     held = DeviceSource("host-0", device.chip, b"handle", manifest.size, 0, b"", 0, b"", False)
@@ -304,7 +305,7 @@ def test_what_a_publisher_was_killed_in_the_middle_of_is_refused_and_written_ane
     publisher = Publisher(process="model-0", host="host-0", segments=segments)
     manifest, sources = publisher.publish(some_weights(1), Publish(1, 1))
     kill_while_it("writes", segments.descriptors["weights/model-0/1"])
-    fetcher = Fetcher(process="server-0", host="host-0", send_request=no_stream)
+    fetcher = Fetcher(process="server-0", host="host-0")
     with pytest.raises(IntegrityError, match=r"half\.weight of version 1 from segment"):
         fetcher.fetch(manifest, sources[:1], segments=segments)
     successor = Publisher(process="model-0", host="host-0", segments=segments)
@@ -334,7 +335,7 @@ def test_memory_that_a_late_reader_takes_at_once_is_done_without() -> None:
 
 
 def test_no_memory_or_descriptor_is_left_behind_by_many_versions(segments: MemorySegments) -> None:
-    fetcher = Fetcher(process="server-0", host="host-0", send_request=no_stream)
+    fetcher = Fetcher(process="server-0", host="host-0")
     held: list[tuple[int, int]] = []
     for version in range(200):
         # Ranks come and go, and with them the names of what they published.
@@ -349,14 +350,13 @@ def test_no_memory_or_descriptor_is_left_behind_by_many_versions(segments: Memor
     assert all(last <= early for last, early in zip(held[-1], held[9], strict=True))
 
 
-def test_a_source_of_another_host_is_not_mapped(segments: MemorySegments) -> None:
-    publisher = Publisher(process="model-0", host="host-0", segments=segments)
+def test_a_source_of_another_host_is_not_mapped(segments: MemorySegments, stream: Streams) -> None:
+    publisher = stream.publisher(segments=segments)
     manifest, sources = publisher.publish(some_weights(), Publish(3, 3))
-    ask = stream_from(publisher)
     fetcher = Fetcher(
         process="server-0",
         host="host-1",
-        send_request=lambda process, request, _: StreamAnswered(ask(process, request)),
+        stream=stream.fetch(),
     )
     fetched = fetcher.fetch(manifest, sources, segments=segments)
     assert not isinstance(fetched.source, SegmentSource)

@@ -1,0 +1,399 @@
+"""Weights of other hosts in the memory of this one: fetched once, for all processes of the host.
+
+An agent holds the latest two versions, each in shared memory of its host. The memory is filled in one of three ways:
+
+    meta-server   ranks upload the pieces of their shares, which this agent fetches from them
+    same host     a rank published the whole version in this host's memory: it is offered as it is, without a copy
+    chain         the agent fetches the version from the agent before it, the meta-server, or the ranks
+
+While a version arrives, its slices are offered to the next host of the chain; the processes of this host get it when it
+is whole and verified. Decisions are taken in the agent's loop; background threads only fetch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from kintsugi.bulk.endpoint import BulkEndpoint
+from kintsugi.bulk.exports import FileExport
+from kintsugi.bulk.pull import EventSink, Pull, Share
+from kintsugi.errors import KintsugiError, RefusedError
+from kintsugi.process.loop_calls import LoopCalls
+from kintsugi.protocol.bulk import BulkOffer
+from kintsugi.protocol.membership import Ok
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.weights import HoldWeights, UploadWeights, WeightsHeld
+from kintsugi.transport import Delivery
+from kintsugi.types import Piece, Role, StreamSource, WeightManifest, role_of
+from kintsugi.weights.transports.shared_memory import (
+    VERSIONS_KEPT,
+    WeightSegments,
+    WritableSegments,
+    reopened,
+    segment_name,
+    segment_owner,
+    unlock,
+)
+from kintsugi.weights.transports.stream import locate, shares_of
+
+MAX_WAITING = 1024
+"""Maximum of requests that wait for one version."""
+
+
+class Replies(Protocol):
+    """The part of an endpoint that answers requests."""
+
+    def reply(self, delivery: Delivery, body: Body) -> None: ...
+
+    def fail(self, delivery: Delivery, error: BaseException) -> object: ...
+
+
+@dataclass(eq=False)
+class _Version:
+    """A version in the memory of this host."""
+
+    number: int
+    segment: str
+    descriptor: int
+    """Open file of the memory; locked for writing until the version is whole."""
+    export: FileExport
+    buffer: memoryview
+    offer: BulkOffer
+    is_own: bool
+    """Whether the memory is this agent's; else a rank's."""
+    pieces: dict[int, Piece] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+    expected: int | None = None
+    """Number of pieces, once a manifest has told it."""
+    waiting: list[Delivery] = field(default_factory=list)
+
+    failure: Exception | None = None
+    """Error of an upload: the version will not be whole here."""
+    num_pulls: int = 0
+    """Threads that may still write to the memory."""
+
+    def fits(self, pieces: Mapping[int, Piece]) -> bool:
+        """Whether these are pieces of this version, and not of one that a rollback has undone."""
+        return all(self.pieces.get(index, piece).digest == piece.digest for index, piece in pieces.items())
+
+    def has(self, pieces: Mapping[int, Piece]) -> bool:
+        return all(index in self.pieces and index not in self.missing for index in pieces)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.expected is not None and len(self.pieces) == self.expected and not self.missing
+
+
+class WeightHolder:
+    """Answers `UploadWeights` and `HoldWeights`; never blocks the loop for a transfer."""
+
+    def __init__(
+        self,
+        replies: Replies,
+        bulk: BulkEndpoint,
+        calls: LoopCalls,
+        *,
+        process: str,
+        segments: WeightSegments,
+        emit: EventSink = lambda event: None,
+    ) -> None:
+        """`segments` is the shared memory of this host. `emit` records slow sources, from any thread."""
+        self._replies = replies
+        self._bulk = bulk
+        self._calls = calls
+        self._process = process
+        self._segments = segments
+        self._writable = WritableSegments(segments)
+        self._emit = emit
+        self._versions: dict[int, _Version] = {}
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions that are held, or arriving."""
+        return tuple(self._versions)
+
+    def handle(self, delivery: Delivery) -> None:
+        body = delivery.body
+        try:
+            if isinstance(body, UploadWeights):
+                self._take_upload(delivery, body)
+            else:
+                assert isinstance(body, HoldWeights)
+                self._hold(delivery, body)
+        except (KintsugiError, OSError) as error:
+            self._replies.fail(delivery, error)
+
+    def close(self) -> None:
+        for number in tuple(self._versions):
+            self._drop(number, "the agent ends")
+
+    # Uploads, at the meta-server.
+
+    def _take_upload(self, delivery: Delivery, upload: UploadWeights) -> None:
+        owner = delivery.envelope.sender
+        if role_of(owner) is not Role.MODEL:
+            raise RefusedError(f"expected weights of a rank, got version {upload.version} from {owner}")
+        _check_places(upload, owner=owner)
+        if upload.segment:
+            if segment_owner(upload.segment) != owner:
+                raise RefusedError(f"segment {upload.segment} is not of {owner}")
+            self._adopt(upload)
+            self._replies.reply(delivery, Ok())
+            return
+        if upload.offer is None or upload.offer.process != owner:
+            raise RefusedError(f"{owner} offered no pieces of version {upload.version}")
+        version = self._version_for(upload.version, upload.pieces, size=upload.size)
+        if version.has(upload.pieces):
+            self._replies.reply(delivery, Ok())
+            return
+        self._announce(version, upload.pieces)
+        version.missing |= upload.pieces.keys()
+        share = Share(owner, (owner,), tuple(sorted(upload.pieces)))
+        offer = upload.offer
+        self._begin_pull(
+            version,
+            upload.pieces,
+            [share],
+            locate=lambda process: offer,
+            done=partial(self._uploaded, delivery),
+        )
+
+    def _uploaded(self, delivery: Delivery, version: _Version, error: Exception | None) -> None:
+        upload = delivery.body
+        assert isinstance(upload, UploadWeights)
+        if error is not None:
+            self._replies.fail(delivery, error)
+            self._fail_waiting(version, error)
+            return
+        version.missing -= upload.pieces.keys()
+        self._replies.reply(delivery, Ok())
+        self._finish_if_whole(version)
+
+    def _adopt(self, upload: UploadWeights) -> None:
+        """Offer a version where a rank of this host has published it. Processes that asked for it before keep their
+        offer, which moves there."""
+        held = self._segments.open(upload.segment)
+        try:
+            descriptor = reopened(held)
+        finally:
+            os.close(held)
+        buffer = memoryview(mmap.mmap(descriptor, upload.size, prot=mmap.PROT_READ))
+        reading = partial(_read_lock, descriptor, upload.segment)
+        version = self._versions.get(upload.version)
+        if version is not None and (not version.fits(upload.pieces) or not version.is_own):
+            for delivery in self._drop(upload.version, "it was published again"):
+                self._replies.fail(delivery, RefusedError(f"version {upload.version} was published again"))
+            version = None
+        if version is None:
+            self._make_room(upload.version)
+            export = FileExport(
+                _places(upload.pieces), buffer, descriptor=descriptor, reading=reading, is_whole=True
+            )
+            version = self._offer(upload.version, upload.segment, descriptor, export, buffer, is_own=False)
+        else:
+            version.export.move(buffer, descriptor=descriptor, reading=reading)
+            unlock(version.descriptor)
+            version.segment, version.descriptor, version.buffer = upload.segment, descriptor, buffer
+            version.is_own = False
+        version.pieces, version.expected = dict(upload.pieces), len(upload.pieces)
+        version.missing.clear()
+        self._answer_waiting(version)
+
+    # Requests of servers and of other agents.
+
+    def _hold(self, delivery: Delivery, request: HoldWeights) -> None:
+        manifest, source = request.manifest, request.source
+        pieces = dict(enumerate(manifest.pieces))
+        version = self._version_for(manifest.version, pieces, size=manifest.size)
+        if version.expected is None:
+            version.expected = len(pieces)
+            version.missing |= pieces.keys() - version.pieces.keys()
+            self._announce(version, pieces)
+            if source.process != self._process:
+                self._pull_from_others(version, manifest, source)
+            self._finish_if_whole(version)
+        if request.is_awaited and not version.is_whole:
+            if version.failure is not None:
+                raise version.failure
+            if len(version.waiting) >= MAX_WAITING:
+                raise RefusedError(f"{MAX_WAITING} requests wait for version {manifest.version} already")
+            version.waiting.append(delivery)
+        else:
+            self._replies.reply(delivery, WeightsHeld(version.number, version.segment, version.offer))
+
+    def _pull_from_others(self, version: _Version, manifest: WeightManifest, source: StreamSource) -> None:
+        self._begin_pull(
+            version,
+            dict(enumerate(manifest.pieces)),
+            shares_of(manifest, source, own=self._process),
+            locate=lambda process: locate(process, manifest, source, call=self._calls.call),
+            done=self._pulled,
+        )
+
+    def _pulled(self, version: _Version, error: Exception | None) -> None:
+        if error is None:
+            version.missing.clear()
+            self._finish_if_whole(version)
+            return
+        self._fail_waiting(version, error)
+        if self._versions.get(version.number) is version:
+            self._drop(version.number, f"it could not be fetched: {error}")
+
+    # The memory.
+
+    def _version_for(self, number: int, pieces: Mapping[int, Piece], *, size: int) -> _Version:
+        """Memory for a version. A version that was rolled back and trained again replaces the one that was there."""
+        version = self._versions.get(number)
+        waiting: list[Delivery] = []
+        if version is not None:
+            if all(
+                version.pieces.get(index, piece).digest == piece.digest for index, piece in pieces.items()
+            ):
+                return version
+            waiting = self._drop(number, f"version {number} was published again")
+        for delivery in waiting:
+            self._replies.fail(delivery, RefusedError(f"version {number} was published again"))
+        self._make_room(number)
+        segment = segment_name(self._process, number)
+        buffer, descriptor = self._writable.begin(segment, size=max(1, size))
+        export = FileExport({}, buffer, descriptor=descriptor)
+        return self._offer(number, segment, descriptor, export, buffer, is_own=True)
+
+    def _offer(
+        self,
+        number: int,
+        segment: str,
+        descriptor: int,
+        export: FileExport,
+        buffer: memoryview,
+        *,
+        is_own: bool,
+    ) -> _Version:
+        offer = self._bulk.server.offer(f"weights-{number}-{os.urandom(4).hex()}", export)
+        version = _Version(number, segment, descriptor, export, buffer, offer, is_own)
+        self._versions[number] = version
+        return version
+
+    def _announce(self, version: _Version, pieces: Mapping[int, Piece]) -> None:
+        version.pieces |= pieces
+        version.export.add(_places(pieces))
+
+    def _make_room(self, number: int) -> None:
+        """Drop versions that a rollback has undone, and those older than the latest two."""
+        newest = max(self._versions, default=number)
+        if number <= newest - VERSIONS_KEPT:
+            raise RefusedError(f"version {number} comes too late: version {newest} is here")
+        for old in [held for held in self._versions if held <= number - VERSIONS_KEPT]:
+            self._drop(old, f"version {number} has replaced it")
+
+    def _drop(self, number: int, reason: str) -> list[Delivery]:
+        """Withdraw a version; return the requests that wait for it."""
+        version = self._versions.pop(number)
+        version.export.end(f"version {number} is not offered any more: {reason}")
+        self._bulk.server.withdraw(version.offer.export)
+        unlock(version.descriptor)
+        if version.num_pulls:  # A thread may still write to this memory: the next version gets other memory.
+            self._writable.remove(version.segment)
+        waiting, version.waiting = version.waiting, []
+        return waiting
+
+    def _finish_if_whole(self, version: _Version) -> None:
+        if not version.is_whole or not version.is_own:
+            return
+        version.export.complete()
+        fcntl.flock(version.descriptor, fcntl.LOCK_UN)  # From now on processes of this host may read it.
+        self._answer_waiting(version)
+
+    def _answer_waiting(self, version: _Version) -> None:
+        waiting, version.waiting = version.waiting, []
+        for delivery in waiting:
+            self._replies.reply(delivery, WeightsHeld(version.number, version.segment, version.offer))
+
+    def _fail_waiting(self, version: _Version, error: Exception) -> None:
+        """Answer those that wait for a version that will not be whole here: they fetch for themselves."""
+        version.failure = error
+        waiting, version.waiting = version.waiting, []
+        for delivery in waiting:
+            self._replies.fail(delivery, error)
+
+    def _begin_pull(
+        self,
+        version: _Version,
+        pieces: Mapping[int, Piece],
+        shares: Sequence[Share],
+        *,
+        locate: Callable[[str], BulkOffer],
+        done: Callable[[_Version, Exception | None], object],
+    ) -> None:
+        """Fetch in a background thread; `done` is called in the loop."""
+        version.num_pulls += 1
+        pull = Pull(
+            pieces,
+            shares,
+            into=lambda index: _place(version.buffer, pieces[index]),
+            locate=locate,
+            client=self._bulk.client,
+            what=f"version {version.number}",
+            emit=self._emit,
+            check=lambda: _check_held(version, self._versions),
+            arrived=version.export.arrived,
+        )
+
+        def work() -> None:
+            error: Exception | None = None
+            try:
+                pull.run()
+            except Exception as failure:  # noqa: BLE001 - the thread's outermost boundary: the loop answers with it.
+                error = failure
+            self._calls.run(lambda: ended(error))
+
+        def ended(error: Exception | None) -> None:
+            version.num_pulls -= 1
+            done(version, error)
+
+        threading.Thread(target=work, name="weights-fetch", daemon=True).start()
+
+
+def _check_places(upload: UploadWeights, *, owner: str) -> None:
+    for piece in upload.pieces.values():
+        if piece.offset < 0 or piece.size < 0 or piece.offset + piece.size > upload.size:
+            raise RefusedError(
+                f"{piece.name} of version {upload.version} from {owner}: {piece.size} bytes at {piece.offset} do not "
+                f"fit into {upload.size}"
+            )
+
+
+def _places(pieces: Mapping[int, Piece]) -> dict[int, tuple[int, int]]:
+    return {index: (piece.offset, piece.size) for index, piece in pieces.items()}
+
+
+def _place(buffer: memoryview, piece: Piece) -> memoryview:
+    return buffer[piece.offset : piece.offset + piece.size]
+
+
+def _check_held(version: _Version, held: Mapping[int, _Version]) -> None:
+    if held.get(version.number) is not version:
+        raise RefusedError(f"version {version.number} is not wanted any more")
+
+
+@contextmanager
+def _read_lock(descriptor: int, segment: str) -> Iterator[None]:
+    """Keep the rank that published from writing to its memory. Each reader has an open file, and a lock, of its own."""
+    own = reopened(descriptor)
+    try:
+        fcntl.flock(own, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(own)
+        raise RefusedError(f"segment {segment} is being written") from error
+    try:
+        yield
+    finally:
+        unlock(own)
