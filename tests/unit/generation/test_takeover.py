@@ -393,7 +393,7 @@ def test_a_request_that_is_repeated_is_answered_and_not_computed_again() -> None
         endpoint = cluster.manager_endpoint
         link = endpoint._links["server-0"]
         body = Generate("a", 0, b"", SamplingParams(), 1)
-        endpoint._transmit(link, link.sequence, MessageKind.REQUEST, body, (), None)
+        endpoint._transmit(link, link.sequence, MessageKind.REQUEST, body, None)
         cluster.until(lambda: COUNTERS.snapshot().counters.get(repeated, 0) > before)
         assert server.backend.idle and server.backend.num_sampled == num_sampled
     finally:
