@@ -79,7 +79,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "runtime": frozenset({"types", "errors"}),
     "samples": SHARED,
     "serving": SHARED | {"access", "generation", "cluster", "weights", "openai_api"},
-    "simulation": SHARED | {"control", "recovery", "samples", "journal"},
+    "simulation": SHARED | {"control", "recovery", "samples", "journal", "cluster.backends.contract"},
     "telemetry": GROUND | {"journal"},
     "training": SHARED
     | {"data", "dataplane", "weights", "checkpoint", "recovery", "samples.sharding", "cluster.shared_memory"}
