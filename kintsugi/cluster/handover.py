@@ -112,6 +112,7 @@ def child_bootstrap(
         segments=segments,
         broken_chips=broken_chips,
         term=term,
+        run_folder_agent=agent.run_folder_agent,
         num_processes=agent.num_processes,
     )
 

@@ -30,6 +30,13 @@ One module per link holds the structs. Nothing is pickled or evaluated; decoding
 | UploadWeights (+ bulk frames)    | model → agent        | Ok                 |
 | FetchState                       | model → model, model → agent | StateFetched, WeightsFetched (+ bulk frames) |
 | KeepState (+ bulk frames)        | model → agent        | Ok                 |
+| JoinHost                         | supervisor → host_manager | HostJoined    |
+| HostBeat                         | supervisor → host_manager | HostOrders    |
+| MirrorFiles (+ bulk frames)      | supervisor → host_manager | Ok            |
+| FetchFile                        | supervisor → host_manager, model → agent | FilePart (+ bulk frames) |
+| ListFiles                        | model → agent        | FilesListed        |
+| StoreFile (+ bulk frames)        | model → agent        | Ok                 |
+| KeepCheckpoint                   | model → agent        | CheckpointKept     |
 
 Any request can be answered with Failed instead.
 
@@ -61,6 +68,20 @@ from kintsugi.protocol.agents import (
 )
 from kintsugi.protocol.device_lease import ToArbiter, ToHolder
 from kintsugi.protocol.generation import Cancel, Generate, Generated, Interrupt, Produced, Retire
+from kintsugi.protocol.hosts import (
+    CheckpointKept,
+    FetchFile,
+    FilePart,
+    FilesListed,
+    HostBeat,
+    HostJoined,
+    HostOrders,
+    JoinHost,
+    KeepCheckpoint,
+    ListFiles,
+    MirrorFiles,
+    StoreFile,
+)
 from kintsugi.protocol.membership import (
     AddressBook,
     Failed,
@@ -174,4 +195,16 @@ Body = (
     | KeepState
     | ToArbiter
     | ToHolder
+    | JoinHost
+    | HostJoined
+    | HostBeat
+    | HostOrders
+    | FetchFile
+    | FilePart
+    | ListFiles
+    | FilesListed
+    | MirrorFiles
+    | StoreFile
+    | KeepCheckpoint
+    | CheckpointKept
 )

@@ -81,6 +81,7 @@ from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.spans import SPANS
 from kintsugi.samples.sharding import shards_of_rank
 from kintsugi.telemetry.events import AlertEvent, Note, NoteEvent
+from kintsugi.training.checkpoint_delivery import CheckpointDelivery
 from kintsugi.training.initial_weights import empty_model, fill_initial
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.pairwise_eval import HeldOutPairs, score_pairs
@@ -141,6 +142,7 @@ class ModelWorker:
         renew: Callable[[], object] = lambda: None,
         lease_guard: DeviceLeaseGuard | None = None,
         is_blank: bool = False,
+        delivery: CheckpointDelivery | None = None,
     ) -> None:
         """`emit` records events, from any thread. `renew` offers the snapshots to a new agent. `segments` is the shared
         memory through which samples are relayed to other ranks of this host. `is_blank`: the initial weights are not
@@ -177,7 +179,9 @@ class ModelWorker:
             reply=shell.reply,
             fail=shell.fail,
             emit=emit,
+            delivery=delivery,
         )
+        self._delivery = delivery
         self._peer_replica = PeerReplica(
             self._send_copy,
             process=shell.process,
@@ -450,9 +454,10 @@ class ModelWorker:
 
     def _load_state(self, step: int, source: str) -> tuple[StoredState, CopyCounters]:
         if self._shell.peer(source) is None:
-            stored, counters = load_checkpoint(
-                Path(source), on_bytes=lambda size: COUNTERS.add("bytes_loaded", size)
+            path = (
+                Path(source) if self._delivery is None else self._delivery.fetch(Path(source), ask=self._ask)
             )
+            stored, counters = load_checkpoint(path, on_bytes=lambda size: COUNTERS.add("bytes_loaded", size))
             return stored, msgspec.convert(counters, CopyCounters)
         owner = self._shell.process if role_of(source) is Role.AGENT else ""
         return fetch_state(step, replica=source, ask=self._ask, owner=owner)
@@ -622,6 +627,13 @@ def open_publisher(
     )
 
 
+def open_delivery(shell: Shell) -> CheckpointDelivery:
+    """Create what brings checkpoints to and from the run folder of another host."""
+    own = shell.bootstrap
+    folder = RunFolder(own.run_dir).checkpoints_folder
+    return CheckpointDelivery(shell.call, agent=own.run_folder_agent, folder=folder)
+
+
 def main(bootstrap: Bootstrap) -> int:
     """Load the model, register, and serve until the process is asked to shut down."""
     torch.set_num_threads(1)
@@ -667,6 +679,7 @@ def main(bootstrap: Bootstrap) -> int:
                 renew=segments.renew if segments is not None else lambda: None,
                 lease_guard=open_lease_guard(shell, state, policy=config.cluster.share_device, device=device),
                 is_blank=is_blank,
+                delivery=open_delivery(shell) if bootstrap.run_folder_agent else None,
             )
             if state.why_private:
                 shell.events.emit(Note(f"snapshots of the state end with this process: {state.why_private}"))

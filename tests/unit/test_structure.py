@@ -42,7 +42,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         "rollout",
     }
     | {"page", "run_folder", "serving", "simulation"},
-    "cluster": SHARED | {"device_lease", "run_folder"},
+    "cluster": SHARED | {"device_lease", "run_folder", "checkpoint.store"},
     "config": GROUND
     | {"model", "telemetry.export", "data", "rollout", "control.placement", "graph.algorithms"},
     "control": SHARED
