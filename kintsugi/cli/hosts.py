@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from kintsugi.cli.output import say
+
 if TYPE_CHECKING:
     from kintsugi.config.recipe import Resolved
     from kintsugi.config.schema import ClusterSection
@@ -19,7 +21,7 @@ app = typer.Typer()
 On = Annotated[
     str | None,
     typer.Option(
-        metavar="HOSTS|slurm", help="Machines of the run: a hosts file (ssh), or slurm. Default: this one."
+        metavar="HOSTS", help="Hosts file: the machines of the run, over ssh. Default: this machine."
     ),
 ]
 
@@ -99,3 +101,33 @@ def agent(
     if descriptor:
         os.close(descriptor)
     sys.exit(supervise_host(ticket, scratch=scratch or default_scratch(), detach=detach))
+
+
+@app.command()
+def hosts(
+    on: Annotated[
+        str | None, typer.Option(metavar="HOSTS", help="Hosts file. Default: this machine.")
+    ] = None,
+) -> None:
+    """Show cores, memory, GPUs, versions and clock of each host, and what would keep it out of a run."""
+    from kintsugi.cli.host_table import host_lines
+
+    lines, all_fit = host_lines(Path(on) if on is not None else None)
+    for line in lines:
+        say(line)
+    if not all_fit:
+        raise typer.Exit(1)
+
+
+@app.command(hidden=True)
+def host_facts(reached: Annotated[str, typer.Argument(help="Address of the machine that asks.")]) -> None:
+    """Print what a run has to know of this host, as JSON: `kintsugi hosts` calls it on each host."""
+    from kintsugi.cluster.host_supervisor import default_scratch
+    from kintsugi.cluster.joining import facts_of_this_host, local_address
+
+    scratch = default_scratch()
+    existing = next(folder for folder in (scratch, *scratch.parents) if folder.exists())
+    say(
+        msgspec.json.encode(facts_of_this_host(address=local_address(reached), scratch=existing)).decode(),
+        wrap=False,
+    )

@@ -2,7 +2,7 @@
 
     python -m kintsugi.cluster.host_manager DESCRIPTOR
 
-    launcher ─► host manager ── tickets ─► back end (ssh, Slurm) ─► supervisor ─► agent ─► processes
+    launcher ─► host manager ── tickets ─► back end (ssh) ─► supervisor ─► agent ─► processes
                      ▲───────── JoinHost, HostBeat, MirrorFiles, FetchFile ────┘
 
 The loop consumes messages of supervisors and events of the back end; it waits for both. It gives each supervisor the
@@ -100,7 +100,7 @@ class HostRecord(msgspec.Struct):
 
 
 class HostDecision(msgspec.Struct, frozen=True):
-    """What to do about a host, and why."""
+    """Action about a host, and its reason."""
 
     action: str = ""
     """`order`: under a new ticket; `lose`: it is gone; `fail`: the run can not begin; empty: nothing."""
@@ -126,8 +126,6 @@ def decide(record: HostRecord, *, now: float, since: float, heard_at: float, joi
 
 def open_backend(config: Config) -> tuple[Backend, dict[str, HostNeeds]]:
     """Open the back end of `cluster.on`; return it with what each host has to have."""
-    if config.cluster.on == "slurm":
-        raise KintsugiError("slurm")
     _, hosts = split_hosts(read_hosts_file(Path(config.cluster.on)))
     needs = {
         f"host-{number}": HostNeeds(versions(), host.gpus, host.memory_gib << 30)
@@ -341,8 +339,7 @@ class HostManager:
         if self._ending_at is not None:
             self._set_phase(record, HostPhase.ENDED)
             return
-        place = record.place or (record.facts.machine if record.facts is not None else "")
-        named = f"{record.host} ({place})" if place else self._named(record.host)
+        named = self._named(record.host)
         if not record.was_ready:
             self._report(HostFailed(named, why))
         record.num_losses += 1
@@ -355,11 +352,9 @@ class HostManager:
         self._log.emit(Alert(f"{named} is lost: {why}"))
 
     def _named(self, host: str) -> str:
-        if self._handover.config.cluster.on != "slurm":
-            _, hosts = split_hosts(read_hosts_file(Path(self._handover.config.cluster.on)))
-            machine = hosts[int(host.rpartition("-")[2]) - 1]
-            return f"{host} ({machine.name}, {machine.address})"
-        return host
+        _, hosts = split_hosts(read_hosts_file(Path(self._handover.config.cluster.on)))
+        machine = hosts[int(host.rpartition("-")[2]) - 1]
+        return f"{host} ({machine.name}, {machine.address})"
 
     def _report(self, report: HostFailed) -> None:
         with contextlib.suppress(BrokenPipeError, BlockingIOError):

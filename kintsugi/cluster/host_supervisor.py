@@ -19,7 +19,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +26,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from kintsugi.cluster.backends.command import EngineCommand
 from kintsugi.cluster.file_mirror import FileReader
 from kintsugi.cluster.joining import (
     HostHandover,
@@ -289,20 +289,10 @@ class _HostSupervisor:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]),
         }
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", program, *named],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_S,
-            check=False,
-        )
-        if done.returncode != 0:
-            lines = done.stderr.strip().splitlines()
-            raise UserError(
-                lines[-1].partition(": ")[2] or lines[-1] if lines else "user code does not import"
-            )
+        trial = EngineCommand([sys.executable, "-P", "-c", program, *named], environment=environment)
+        trial.close(timeout_s=IMPORT_S, keep_output=True)
+        if trial.status != 0:
+            raise UserError(trial.explain().partition(": ")[2] or trial.explain())
 
 
 class _Link:

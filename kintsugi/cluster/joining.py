@@ -28,9 +28,12 @@ from kintsugi.errors import UserError
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.hosts import HostFacts, HostVersions, RunFile
 from kintsugi.protocol.wire import Message
+from kintsugi.runtime.waits import wait_readable
 from kintsugi.types import Peer, Role, process_id
 
 MOST_TICKET_BYTES = 65536
+TICKET_S = 30.0
+"""Time for a ticket to arrive on standard input."""
 ABSENT = "none"
 """Version of a package that is not installed."""
 
@@ -76,7 +79,11 @@ class HostHandover(msgspec.Struct, frozen=True):
 def read_ticket(descriptor: int) -> Ticket:
     """Read a ticket; UserError if there is none."""
     content = b""
-    while (part := os.read(descriptor, MOST_TICKET_BYTES)) and len(content) < MOST_TICKET_BYTES:
+    while len(content) < MOST_TICKET_BYTES:
+        ready = wait_readable(descriptor, whom="its engine", what="a ticket", timeout_s=TICKET_S)
+        part = os.read(descriptor, MOST_TICKET_BYTES) if ready else b""
+        if not part:
+            break
         content += part
     try:
         return msgspec.json.decode(content, type=Ticket)
@@ -137,7 +144,7 @@ class HostNeeds(msgspec.Struct, frozen=True):
 
 
 MOST_CLOCK_S = 120.0
-"""Difference of two clocks that is refused: time limits of certificates and of Slurm, and the order of logs, fail with
+"""Difference of two clocks that is refused: the order of logs and the ages of files mean nothing with
 it. Smaller differences are measured by the agents and corrected in the records."""
 
 

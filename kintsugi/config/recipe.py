@@ -212,10 +212,6 @@ def load_config(path: Path) -> Config:
     return _convert(_read_yaml(path, named_by=None), origins={}, where=str(path))
 
 
-ENGINES = frozenset({"slurm"})
-"""Values of `cluster.on` that name an engine; any other one is the path of a hosts file."""
-
-
 def anchored(config: Config) -> Config:
     """Make all paths absolute, as processes and a later `resume` may run in other folders."""
     replace = msgspec.structs.replace
@@ -227,7 +223,7 @@ def anchored(config: Config) -> Config:
     config = replace(config, data=_anchored_data(config.data))
     if config.run_dir is not None:
         config = replace(config, run_dir=str(Path(config.run_dir).resolve()))
-    if config.cluster.on and config.cluster.on not in ENGINES:
+    if config.cluster.on:
         config = replace(config, cluster=replace(config.cluster, on=str(Path(config.cluster.on).resolve())))
     algorithm = config.algorithm
     rewards = tuple(map(_anchored_code, algorithm.reward))

@@ -454,12 +454,8 @@ class ClusterSection(_Section, frozen=True):
     """Number of hosts, each with its own agent. Without `on` they are agents of this machine; with `on` the number
     follows from it."""
     on: str = ""
-    """Machines of the hosts: the path of a hosts file (ssh), or `slurm`. The first host, with the master, is this
-    machine. Empty: all hosts are agents of this machine. See `docs/cluster.md`."""
-    partition: str = ""
-    """Slurm partition of an allocation that is made for the run."""
-    nodes: int = 0
-    """Slurm nodes to use: of the allocation that the run is started in, or of the one that is made. 0: all of it."""
+    """Path of a hosts file: the machines of the other hosts, which are started over ssh. The first host, with the
+    master, is this machine. Empty: all hosts are agents of this machine. See `docs/cluster.md`."""
     slots: tuple[int, ...] = ()
     """Processes that each host gets in one round of placement, by host. 0: no ranks, servers or rollout workers. Set
     from the hosts file; empty: 1 each."""

@@ -144,7 +144,6 @@ _RULES: dict[str, Rule] = {
     "logging.samples_gib": _POSITIVE,
     "monitoring.port": _PORT,
     "cluster.spares": _NOT_NEGATIVE,
-    "cluster.nodes": _NOT_NEGATIVE,
     "cluster.spare_hosts": _NOT_NEGATIVE,
     "cluster.away_s": _POSITIVE,
     "cluster.bandwidth.samples": _POSITIVE,

@@ -72,8 +72,9 @@ class EngineCommand:
             os.killpg(self._child.pid, number)
         self._child.send_signal(number)
 
-    def close(self, *, timeout_s: float) -> None:
-        """Wait for its end, kill it if it takes longer, and release it."""
+    def close(self, *, timeout_s: float, keep_output: bool = False) -> None:
+        """Wait for its end, kill it if it takes longer, and release it. With `keep_output` its output can still be
+        read."""
         try:
             self._child.wait_ended(whom=self.program, timeout_s=timeout_s)
         except DeadlineExceeded:
@@ -82,4 +83,5 @@ class EngineCommand:
                 self._child.wait_ended(whom=self.program, timeout_s=timeout_s)
         self._child.status()
         self._child.close()
-        self._output.close()
+        if not keep_output:
+            self._output.close()

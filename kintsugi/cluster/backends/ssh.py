@@ -2,7 +2,7 @@
 
     # name  address      options
     a       10.0.0.11
-    b       user@10.0.0.12  slots=2 gpus=8 memory_gib=500 python=/opt/venv/bin/python port=2222
+    b       user@10.0.0.12  slots=2 gpus=8 memory_gib=500 python=/venv/bin/python port=2222
     c       10.0.0.13       spare
 
 ssh only starts a supervisor, hands it the ticket on its standard input, and ends: the host then lives by its own
@@ -61,7 +61,7 @@ def read_hosts_file(path: Path) -> tuple[RemoteHost, ...]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"`cluster.on`: expected a hosts file or `slurm`, got {path}: {why}") from error
+        raise ConfigError(f"`cluster.on`: expected a hosts file, got {path}: {why}") from error
     hosts = [
         _parse(words, where=f"{path}:{number}")
         for number, line in enumerate(lines, 1)
