@@ -65,7 +65,7 @@ from kintsugi.runtime.processes import SystemProcesses
 from kintsugi.runtime.signals import Signals
 from kintsugi.transport import Endpoint, PendingReply, new_key_pair
 
-JOIN_S = 15.0
+JOIN_S = 8.0
 """Time for the host manager to answer a ticket."""
 FETCH_S = 60.0
 """Time for one part of a file."""

@@ -55,6 +55,7 @@ class SshHosts:
         self._stack.callback(self._network.close)
         self.head, *self.places = self._network.places
         self._make_keys()
+        self._commands: list[subprocess.Popen[str]] = []
         self._machines: dict[str, subprocess.Popen[bytes]] = {}
         for place in self.places:
             self.power_on(place.name)
@@ -143,7 +144,7 @@ class SshHosts:
             "PYTHONPATH": str(ROOT),
             "KINTSUGI_TEST_MARK": self.mark,
         }
-        return subprocess.Popen(
+        command = subprocess.Popen(
             [
                 *self._in(self.head.name, "net", "mount"),
                 f"--wdns={self.runs}",
@@ -159,6 +160,8 @@ class SshHosts:
             text=True,
             start_new_session=True,
         )
+        self._commands.append(command)
+        return command
 
     def ask(self, *arguments: str, timeout_s: float = 60.0) -> tuple[int, str]:
         command = self.start(*arguments)
@@ -167,12 +170,12 @@ class SshHosts:
 
     def drop(self, host: str, *, to_head: bool = True, from_head: bool = True) -> None:
         """Drop the packets of a host, in one direction or both."""
-        rules = "table inet cut { "
+        rules = "table inet cut {\n"
         if to_head:
-            rules += "chain out { type filter hook output priority 0; policy drop; } "
+            rules += "chain sent { type filter hook output priority 0; policy drop; }\n"
         if from_head:
-            rules += "chain in { type filter hook input priority 0; policy drop; } "
-        tools.call(*self._in(host, "net"), "nft", "-f", "-", text=rules + "}")
+            rules += "chain received { type filter hook input priority 0; policy drop; }\n"
+        tools.call(*self._in(host, "net"), "nft", "-f", "-", text=rules + "}\n")
 
     def heal(self, host: str) -> None:
         tools.call(*self._in(host, "net"), "nft", "delete", "table", "inet", "cut")
@@ -191,7 +194,7 @@ class SshHosts:
         (inner,) = Path(f"/proc/{machine.pid}/task/{machine.pid}/children").read_text().split()
         return os.listdir(f"/proc/{inner}/root{self.runs}/scratch")
 
-    def assert_nothing_left(self, *, timeout_s: float = 10.0) -> None:
+    def assert_nothing_left(self, *, timeout_s: float = 25.0) -> None:
         until(lambda: not self.pids(), f"the end of {self.pids()}", timeout_s=timeout_s)
         left = {host: self.scratch_of(host) for host in self._machines}
         assert not any(left.values()), left
@@ -200,6 +203,9 @@ class SshHosts:
         for pid in self.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for command in self._commands:
+            with command:
+                command.wait(timeout=10)
         for host in list(self._machines):
             self.power_off(host)
         self._stack.close()
