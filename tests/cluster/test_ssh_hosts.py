@@ -17,6 +17,7 @@ from kintsugi.telemetry.events import Alert, read_events
 from tests.cluster import ssh_hosts
 from tests.cluster.ssh_hosts import SshHosts
 from tests.cluster.tiny_runs import until
+from tests.docs.pages import ROOT, blocks_of
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
 LONGEST_S = 150.0
@@ -250,3 +251,16 @@ def test_hosts_shows_every_host_and_what_it_has(machines: SshHosts) -> None:
             f"{place.name}-machine" in output
             and f"reaches {machines.head.address} from {place.address}" in output
         )
+
+
+def test_the_page_about_clusters_can_be_followed_line_by_line(machines: SshHosts) -> None:
+    page = ROOT / "docs" / "cluster.md"
+    for block in blocks_of(page):
+        if block.attributes.get("title") == "hosts.txt":
+            there = f" python={machines.python} scratch={machines.runs}/scratch"
+            lines = [line if line.startswith("#") else line + there for line in block.body.splitlines()]
+            (machines.runs / "hosts.txt").write_text("\n".join(lines))
+        for command, _ in block.commands if block.kind == "console" else ():
+            code, output = machines.ask(*command.split()[1:], timeout_s=LONGEST_S)
+            assert code == 0, output
+    machines.assert_nothing_left()
