@@ -70,8 +70,8 @@ class CheckpointDelivery:
                     offset += len(part)
                     if not part:
                         break
-        body = KeepCheckpoint(checkpoint.step, keep, best_steps)
-        kept = self._call(self._agent, body, deadline_s=KEEP_S).expect(CheckpointKept)
+        request = KeepCheckpoint(checkpoint.step, keep, best_steps)
+        kept = self._call(self._agent, request, deadline_s=KEEP_S).expect(CheckpointKept)
         if kept.digest != checkpoint.digest:
             raise StorageError(
                 f"{kept.path}: expected the checkpoint of digest {checkpoint.digest}, got {kept.digest}"

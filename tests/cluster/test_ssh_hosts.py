@@ -173,15 +173,22 @@ def test_a_killed_launcher_and_a_killed_host_manager_are_survived(
     machines.assert_nothing_left()
 
 
-def test_launcher_and_standby_killed_together_leave_nothing_on_any_host(machines: SshHosts) -> None:
+def test_launcher_and_standby_killed_together_leave_nothing_on_any_host_and_the_run_can_be_resumed(
+    machines: SshHosts, weights_of_one_machine: str
+) -> None:
     command, run_dir = start(machines, "both")
-    wait_for_step(run_dir, 2, command)
+    wait_for_step(run_dir, 5, command)
     record = msgspec.json.decode((run_dir / "launcher.json").read_bytes(), type=Launcher)
     for pid in (record.pid, record.standby_pid):
         os.kill(pid, signal.SIGKILL)
     command.communicate(timeout=LONGEST_S)
     assert command.returncode != 0
     machines.assert_nothing_left(timeout_s=30.0)
+    assert any((run_dir / "checkpoints").glob("step-*")), "there is something to fetch"
+    code, output = machines.ask("resume", str(run_dir), timeout_s=LONGEST_S)
+    assert code == 0, output
+    assert weights_of(run_dir) == weights_of_one_machine
+    machines.assert_nothing_left()
 
 
 WRONG = {
@@ -201,7 +208,8 @@ def test_a_host_that_can_not_take_part_is_named_within_seconds_and_nothing_is_le
     if "=" not in line:
         path.write_text(path.read_text() + line + "\n")
     since = time.monotonic()
-    code, output = machines.ask("train", "recipe.yaml", f"run_dir={machines.runs}/wrong", "--on", str(path))
+    run_dir = machines.runs / what.replace(" ", "-")
+    code, output = machines.ask("train", "recipe.yaml", f"run_dir={run_dir}", "--on", str(path))
     assert code != 0
     assert said in output and "host-" in output, output
     assert time.monotonic() - since < 40.0
