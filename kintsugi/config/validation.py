@@ -322,7 +322,7 @@ def _check_run_folder(run: _Candidate) -> None:
 
 def _check_logging(run: _Candidate) -> None:
     for name in LoggingSection.__struct_fields__:
-        if getattr(run.config.logging, name) and importlib.util.find_spec(name) is None:
+        if getattr(run.config.logging, name) is True and importlib.util.find_spec(name) is None:
             raise run.error(
                 f"logging.{name}", f"false, or the extra installed: `pip install 'kintsugi[{name}]'`"
             )
