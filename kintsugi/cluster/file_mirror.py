@@ -26,6 +26,7 @@ from kintsugi.telemetry.jsonl_log import LineFile
 MOST_BYTES = 4 << 20
 """Bytes of one message."""
 _LINES = ".jsonl"
+DECODE_STEP = str(RELATIVE.decode_step_file)
 _ROTATED = re.compile(r"\.\d+\.(jsonl|log)$")
 _NAME = re.compile(
     rf"^({RELATIVE.events_folder}|{RELATIVE.readings_folder}|{RELATIVE.logs_folder})/[\w.-]+\.(jsonl|log)$"
@@ -66,7 +67,15 @@ class FileReader:
                 left -= len(content)
             if left <= 0:
                 break
+        self._add_decode_step(parts)
         return parts
+
+    def _add_decode_step(self, parts: dict[str, bytes]) -> None:
+        """Add the decision of this host's servers whether they compile their steps, once."""
+        path = RunFolder(self._scratch).decode_step_file
+        if path.exists() and (inode := path.stat().st_ino) not in self._taken:
+            parts[DECODE_STEP] = path.read_bytes()
+            self._sent[inode] = len(parts[DECODE_STEP])
 
     def taken(self) -> None:
         """The last parts have arrived."""
@@ -89,6 +98,8 @@ class FileWriter:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._files: dict[str, LineFile] = {}
+        self.conflict = ""
+        """Why two hosts can not take part in one deterministic run; empty if they can."""
 
     def append(self, sizes: dict[str, int], blobs: Sequence[memoryview]) -> None:
         """Append the bytes of a message. RefusedError for a path that no process of a host writes to, and for sizes
@@ -96,7 +107,7 @@ class FileWriter:
         content = b"".join(blobs)
         if sum(sizes.values()) != len(content) or any(size < 0 for size in sizes.values()):
             raise RefusedError(f"expected {sum(sizes.values())} bytes, got {len(content)}")
-        if strange := [name for name in sizes if _NAME.match(name) is None]:
+        if strange := [name for name in sizes if name != DECODE_STEP and _NAME.match(name) is None]:
             raise RefusedError(f"expected files of events, readings and logs, got {strange[0]!r}")
         offset = 0
         for name, size in sizes.items():
@@ -105,6 +116,15 @@ class FileWriter:
 
     def _append(self, name: str, content: bytes) -> None:
         path = self._run_dir / name
+        if name == DECODE_STEP:
+            if not path.exists():
+                path.write_bytes(content)
+            elif (agreed := path.read_bytes()) != content:
+                self.conflict = (
+                    f"expected decode steps as on the first host of this deterministic run ({agreed.decode()!r}), "
+                    f"got {content.decode(errors='replace')!r}"
+                )
+            return
         if name.endswith(_LINES):
             self._lines(name, path).append(content)
             return

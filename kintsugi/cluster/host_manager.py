@@ -254,6 +254,8 @@ class HostManager:
                 case MirrorFiles(sizes=sizes):
                     self._writer.append(sizes, delivery.blobs)
                     self._endpoint.reply(delivery, Ok())
+                    if self._writer.conflict:
+                        self._report(HostFailed(self._named(record.host), self._writer.conflict))
                 case body if delivery.wants_reply:
                     raise RefusedError(f"a host manager does not do {type(body).__name__}")
         except (KintsugiError, OSError, KeyError) as error:

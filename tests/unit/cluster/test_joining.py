@@ -145,6 +145,10 @@ def test_whole_lines_of_a_host_are_appended_once_and_in_order(tmp_path: Path) ->
     mirror()
     mirror()
     assert (here / "events" / "model-0.jsonl").read_bytes() == b'{"a": 1}\n{"b": 2}\n'
+    for content, said in ((b"compiled", ""), (b"compiled", ""), (b"eager", "got 'eager'")):
+        writer.append({"steps": len(content)}, [memoryview(content)])
+        assert said in writer.conflict and bool(said) == bool(writer.conflict)
+    assert (here / "steps").read_bytes() == b"compiled"
     for name in ("config.yaml", "events/../../x.jsonl", "checkpoints/step-1/a.log"):
         with pytest.raises(RefusedError):
             writer.append({name: 1}, [memoryview(b"x")])
