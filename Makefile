@@ -19,10 +19,10 @@ TINY := tests/cluster/test_cleanup.py tests/cluster/test_restarts.py
 PARALLEL := --numprocesses auto --dist worksteal tests/docs $(TINY) tests/unit tests/simulation
 # Real clusters want the machine to themselves: they count processes and descriptors, and have deadlines.
 ALONE := tests/cluster tests/browser tests/extras $(TINY:%=--ignore %)
-# Programs of the system that the fault laboratory calls, and the browser of tests/browser; what is missing is said, and
-# its tests are skipped.
-SYSTEM_TOOLS := ip tc nft iptables strace mkfs.ext4 mount unshare nsenter chromium
-SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux chromium fonts-dejavu-core
+# Programs of the system that the fault laboratory calls, the browser of tests/browser, and sshd of hosts in namespaces;
+# what is missing is said, and its tests are skipped.
+SYSTEM_TOOLS := ip tc nft iptables strace mkfs.ext4 mount unshare nsenter chromium /usr/sbin/sshd
+SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux chromium fonts-dejavu-core openssh-server openssh-client
 # Every process that starts would compile all it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq

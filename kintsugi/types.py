@@ -34,6 +34,10 @@ class Role(StrEnum):
     SERVER = "server"
     SPARE = "spare"
     """Process without a role yet: started, initialised, and waiting to be assigned one. Unknown to the master."""
+    SUPERVISOR = "supervisor"
+    """Process above the agent of a host that is not the launcher's. Unknown to the master."""
+    HOST_MANAGER = "host_manager"
+    """Process beside the launcher to which the supervisors report. Unknown to the master."""
 
 
 def process_id(role: Role, index: int) -> str:

@@ -142,6 +142,40 @@ def save_checkpoint(
     return checkpoint
 
 
+ARRIVING = ".saving-arriving-step-"
+"""Begin of the name of a folder whose files are on their way from another host."""
+
+
+def arriving_folder(folder: Path, *, step: int) -> Path:
+    """Return where the files of a checkpoint arrive that another host has written."""
+    return folder / f"{ARRIVING}{step:06d}"
+
+
+def keep_checkpoint(
+    folder: Path, *, step: int, keep: int, best_steps: Sequence[int] = (), disk: Disk = SYSTEM_DISK
+) -> Checkpoint:
+    """Verify a checkpoint whose files have arrived, put it in place, and remove old ones as `save_checkpoint` does.
+
+    StorageError if a file is missing or damaged: the files that have arrived are removed then.
+    """
+    assert keep >= 1, f"a save that keeps {keep} checkpoints would remove itself"
+    arrived = arriving_folder(folder, step=step)
+    with _alone(folder, disk=disk):
+        try:
+            for name in _list(arrived, disk=disk):
+                with storage_errors(str(arrived / name)), closing(disk.open(arrived / name)) as file:
+                    file.sync()
+            with storage_errors(str(arrived)):
+                disk.sync_folder(arrived)
+            checkpoint = _put_in_place(verify(arrived, disk=disk, uncached=True), folder=folder, disk=disk)
+        finally:
+            with suppress(OSError):
+                if disk.exists(arrived):
+                    _remove_folder(arrived, disk=disk)
+        _retire_others(checkpoint, folder=folder, keep=keep, best_steps=best_steps, disk=disk)
+    return checkpoint
+
+
 class CheckpointState:
     """State of a checkpoint. Names, dtypes and shapes are known; the bytes are read straight into their place."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kintsugi.cli import access, lab, models, observe, page, reading
+from kintsugi.cli import access, hosts, lab, models, observe, page, reading
 from kintsugi.cli.arguments import (
     Overrides,
     Recipe,
@@ -23,6 +23,7 @@ from kintsugi.cli.arguments import (
     loaded,
     validated,
 )
+from kintsugi.cli.hosts import On
 from kintsugi.cli.output import counted, say
 from kintsugi.run_folder.layout import RunFolder
 
@@ -42,6 +43,7 @@ app.add_typer(models.app)
 app.add_typer(page.app)
 app.add_typer(lab.app)
 app.add_typer(access.app)
+app.add_typer(hosts.app)
 
 
 class Hangup(StrEnum):
@@ -154,6 +156,7 @@ def train(
         bool, typer.Option("--page", help="Show the run in a browser, as `kintsugi page` does.")
     ] = False,
     page_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free port.")] = 0,
+    on: On = None,
 ) -> None:
     """Train a model as described by a recipe, and show progress and results."""
     from kintsugi.errors import UserError
@@ -161,7 +164,7 @@ def train(
     if detach and with_page:
         raise UserError("--detach: expected no --page with it; `kintsugi page RUN` shows a detached run")
     _train(
-        loaded(recipe, overrides),
+        hosts.placed(loaded(recipe, hosts.with_engine(overrides, on=on))),
         detach=detach,
         on_hangup=on_hangup,
         page_port=page_port if with_page else None,

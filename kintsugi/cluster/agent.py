@@ -26,6 +26,7 @@ from uuid import uuid4
 import msgspec
 
 from kintsugi.bulk.endpoint import BulkEndpoint
+from kintsugi.cluster.checkpoint_receiver import CheckpointReceiver
 from kintsugi.cluster.child import (
     FORK_SERVER,
     STACK_DUMP_S,
@@ -63,6 +64,7 @@ from kintsugi.process.membership import HEARTBEAT_S, Membership, open_endpoint
 from kintsugi.protocol.agents import Inspect, ProcessExited, ProcessStarted, StartProcess, StopProcess
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.bulk import OpenBulk
+from kintsugi.protocol.hosts import FetchFile, KeepCheckpoint, ListFiles, StoreFile
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.recovery import FetchState, KeepState
 from kintsugi.protocol.weights import HoldWeights, UploadWeights
@@ -153,6 +155,12 @@ class Agent:
             segments=OwnSegments(self._segments),
             emit=self._monitor.log.emit,
         )
+        self._checkpoints = (
+            CheckpointReceiver(self._endpoint, RunFolder(own.run_dir).checkpoints_folder)
+            if handover.master is not None
+            else None
+        )
+        """For ranks of hosts that do not have the run folder; None where this agent is not beside the master."""
         self._factory = ProcessFactory(
             self._endpoint,
             parent=self,
@@ -241,6 +249,8 @@ class Agent:
                 self._weight_holder.handle(delivery)
             case OpenBulk(certificate=certificate):
                 self._open_bulk(delivery, certificate)
+            case FetchFile() | ListFiles() | StoreFile() | KeepCheckpoint() if self._checkpoints is not None:
+                self._checkpoints.handle(delivery)
             case body if delivery.wants_reply:
                 self._endpoint.fail(delivery, RefusedError(f"an agent does not do {type(body).__name__}"))
             case _:
@@ -578,6 +588,8 @@ class Agent:
 
     def _run_timers(self) -> None:
         now = self._clock.monotonic()
+        if self._checkpoints is not None:
+            self._checkpoints.send_answers()
         for child in self._children.values():
             child.send_due_signals(now)
         self._start_due_master(now)

@@ -113,6 +113,7 @@ def child_bootstrap(
         broken_chips=broken_chips,
         term=term,
         bulk=agent.bulk,
+        run_folder_agent=agent.run_folder_agent,
         num_processes=agent.num_processes,
     )
 

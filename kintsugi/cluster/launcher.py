@@ -43,6 +43,7 @@ from kintsugi.cluster.handover import (
     MasterDied,
     Programs,
 )
+from kintsugi.cluster.host_manager_process import HOST_MANAGER, HostManagerProcess
 from kintsugi.cluster.namespaces import HostNamespaces, enter, listening_socket
 from kintsugi.cluster.orphans import children_of, kill_children, reap_orphans, subreaper
 from kintsugi.cluster.restart_policy import STOPPED_S, RestartLimit, StoppedProcessDetector
@@ -78,6 +79,7 @@ from kintsugi.transport import new_key_pair
 from kintsugi.types import Peer, Placement, Role, process_id
 
 TICK_S = 0.2
+LAUNCHER = process_id(Role.LAUNCHER, 0)
 END_DEADLINE_S = 5.0
 """Time for an agent to stop its children, which takes two graces of two seconds at worst."""
 
@@ -109,8 +111,11 @@ def launch(
     )
     if (owner := living_launcher(run_dir)) is not None:
         raise UserError(f"run_dir {run_dir} is in use: process {owner.pid} runs it; stop that one first")
-    hosts = hosts or [HostNamespaces(f"host-{index}") for index in range(config.cluster.hosts)]
-    assert len(hosts) == config.cluster.hosts, (hosts, config.cluster.hosts)
+    if config.cluster.on:
+        hosts = [HostNamespaces("host-0", address=config.cluster.address)]
+    else:
+        hosts = hosts or [HostNamespaces(f"host-{index}") for index in range(config.cluster.hosts)]
+        assert len(hosts) == config.cluster.hosts, (hosts, config.cluster.hosts)
     raise_descriptor_limit(num_processes(config))
     DISK_BUDGET.divide(num_processes(config))
     with ExitStack() as stack:
@@ -126,7 +131,7 @@ def launch(
         stack.callback(RunFolder(run_dir).launcher_file.unlink, missing_ok=True)
         stack.enter_context(subreaper())
         start_timeout_s = config.cluster.start_timeout_s
-        launcher = _Launcher(
+        launcher = Launcher(
             run_dir=run_dir,
             signals=signals,
             processes=processes,
@@ -156,7 +161,7 @@ def stopped(process: str, pid: int, *, time: float) -> Fault:
     return Fault(f"{process}@{pid}.Stopped", "Stopped", process, message, time)
 
 
-class _AgentHandle:
+class AgentHandle:
     """One agent in the launcher, over all its incarnations: process, reports, and the handover of the next one."""
 
     def __init__(self, handover: AgentHandover, *, place: HostNamespaces) -> None:
@@ -319,7 +324,7 @@ class _AgentHandle:
         os.close(self._handover.children_lifeline_write)
 
 
-class _Launcher:
+class Launcher:
     """The loop: waits for the ends of agents, their reports and signals; returns when the last agent has ended."""
 
     def __init__(
@@ -330,10 +335,13 @@ class _Launcher:
         processes: Processes,
         start_timeout_s: float,
         standby: Standby | None,
-        stop_requests: int,
+        stop_requests: int = -1,
+        own: str = LAUNCHER,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        """`own` is the name under which this process records events: the launcher, or the supervisor of a host."""
         self._standby = standby
+        self._own = own
         self._recorded = (os.getpid(), 0)
         """Launcher and standby as they are recorded in the run folder."""
         self._stop_requests = stop_requests
@@ -342,12 +350,13 @@ class _Launcher:
         self._processes = processes
         self._start_timeout_s = start_timeout_s
         self._clock = clock
-        self._agents: list[_AgentHandle] = []
+        self._agents: list[AgentHandle] = []
         self._others = frozenset(children_of(os.getpid()))
         """Children that this process had before the run; they are left alone."""
         self._stopped = StoppedProcessDetector()
         self._diagnosis = DiagnosisProcess(run_dir, processes)
-        own = process_id(Role.LAUNCHER, 0)
+        self._host_manager: HostManagerProcess | None = None
+        """Process that manages the hosts on other machines; None if there are none."""
         self._log = EventLog(RunFolder(run_dir).events_file(own), process=own)
         self._lifeline_read, self._lifeline_write = os.pipe2(os.O_CLOEXEC)
         self._num_stops = 0
@@ -360,22 +369,26 @@ class _Launcher:
     def prepare(
         self, config: Config, *, listener: socket.socket, programs: Programs, hosts: Sequence[HostNamespaces]
     ) -> None:
-        """Create all keys and pipes; agent 0 also gets the master's bootstrap."""
+        """Create all keys and pipes; agent 0 also gets the master's bootstrap. `hosts` are those of this machine; those
+        after them join through the host manager."""
         job = uuid4().hex[:12]
-        host, port = listener.getsockname()
-        keys = [new_key_pair() for _ in hosts]
+        host, port = listener.getsockname()[:2]
+        names = [place.name for place in hosts]
+        names += [f"host-{index}" for index in range(len(hosts), config.cluster.hosts)]
+        keys = [new_key_pair() for _ in names]
         # Numbered from the time of day, so that an agent of an earlier session of this run has a smaller number.
         first = str(int(self._clock.wall()))
         peers = tuple(
-            Peer(process_id(Role.AGENT, index), first, place.name, "", keys[index][0])
-            for index, place in enumerate(hosts)
+            Peer(process_id(Role.AGENT, index), first, name, "", keys[index][0])
+            for index, name in enumerate(names)
         )
         public_key, secret_key = new_key_pair()
         address = f"tcp://{hosts[0].known_as or host}:{port}"
-        master_peer = Peer(process_id(Role.MASTER, 0), uuid4().hex[:8], hosts[0].name, address, public_key)
+        master_peer = Peer(process_id(Role.MASTER, 0), uuid4().hex[:8], names[0], address, public_key)
         places = {place.name: place for place in hosts}
 
         def bootstrap(peer: Peer, role: Role, *, secret: bytes) -> Bootstrap:
+            place = places.get(peer.host, HostNamespaces(peer.host))
             return Bootstrap(
                 job=job,
                 run_dir=str(self._run_dir),
@@ -387,8 +400,8 @@ class _Launcher:
                 secret_key=secret,
                 master=master_peer,
                 lifeline=self._lifeline_read if role is Role.AGENT else -1,
-                bind=places[peer.host].bind,
-                known_as=places[peer.host].known_as,
+                bind=place.bind,
+                known_as=place.known_as,
                 bulk=config.cluster.bulk,
                 num_processes=num_processes(config),
             )
@@ -398,20 +411,54 @@ class _Launcher:
             listener=listener.fileno(),
             peers=peers,
         )
-        for index, peer in enumerate(peers):
-            children_read, children_write = os.pipe2(os.O_CLOEXEC)
-            handover = AgentHandover(
-                bootstrap=bootstrap(peer, Role.AGENT, secret=keys[index][1]),
-                children_lifeline_read=children_read,
-                children_lifeline_write=children_write,
-                report=-1,
+        agents = [bootstrap(peer, Role.AGENT, secret=keys[index][1]) for index, peer in enumerate(peers)]
+        for index, place in enumerate(hosts):
+            self.add_agent(
+                agents[index],
                 programs=programs,
                 spares=config.cluster.spares,
+                place=place,
                 master=master if index == 0 else None,
             )
-            self._agents.append(_AgentHandle(handover, place=hosts[index]))
+        if len(names) > len(hosts):
+            self._host_manager = HostManagerProcess(
+                config,
+                run_dir=self._run_dir,
+                agents=tuple(agents[len(hosts) :]),
+                programs=programs,
+                address=host,
+                lifeline=self._lifeline_read,
+                processes=self._processes,
+            )
 
-    def _start_agent(self, agent: _AgentHandle) -> None:
+    def add_agent(
+        self,
+        bootstrap: Bootstrap,
+        *,
+        programs: Programs,
+        spares: int,
+        place: HostNamespaces,
+        master: Bootstrap | None = None,
+    ) -> None:
+        """Prepare the agent of a host, with the lifeline of its children."""
+        children_read, children_write = os.pipe2(os.O_CLOEXEC)
+        handover = AgentHandover(
+            bootstrap=msgspec.structs.replace(bootstrap, lifeline=self._lifeline_read),
+            children_lifeline_read=children_read,
+            children_lifeline_write=children_write,
+            report=-1,
+            programs=programs,
+            spares=spares,
+            master=master,
+        )
+        self._agents.append(AgentHandle(handover, place=place))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all agents have started."""
+        return bool(self._agents) and all(agent.ready for agent in self._agents)
+
+    def _start_agent(self, agent: AgentHandle) -> None:
         deadline = self._clock.monotonic() + self._start_timeout_s
         stop_requested = self._num_stops > 0
         agent.start(self._processes, stop_requested=stop_requested, deadline=deadline, record=self._publish)
@@ -428,8 +475,7 @@ class _Launcher:
         except Exception as error:
             if self._standby is None or self._standby.pid == 0:
                 raise
-            own = process_id(Role.LAUNCHER, 0)
-            self._log.emit(FaultSeen(fault_of(error, process=own, time=self._clock.wall())))
+            self._log.emit(FaultSeen(fault_of(error, process=self._own, time=self._clock.wall())))
             traceback.print_exception(error)
             os._exit(EXIT_ERROR)
 
@@ -475,8 +521,7 @@ class _Launcher:
 
     def _take_over(self, lost: LostLauncher) -> None:
         """Become the launcher: adopt the agents. Those that have died are restarted in the next round."""
-        own = process_id(Role.LAUNCHER, 0)
-        self._log.emit(ProcessGone(own, "", lost.pid, lost.status, describe_status(lost.status)))
+        self._log.emit(ProcessGone(self._own, "", lost.pid, lost.status, describe_status(lost.status)))
         self._num_stops = lost.state.num_stops
         deadline = self._clock.monotonic() + self._start_timeout_s
         while True:
@@ -484,13 +529,16 @@ class _Launcher:
                 for agent, state in zip(self._agents, lost.state.agents, strict=True):
                     agent.adopt(state, processes=self._processes, deadline=deadline)
                 self._diagnosis.replace(*lost.state.diagnosis)
+                if self._host_manager is not None:
+                    self._host_manager.adopt(*lost.state.host_manager)
                 return
             except OSError as error:  # An agent that is not held would be taken for dead.
                 self._check_failed(error)
 
     def _state(self) -> LauncherState:
         agents = tuple(agent.state() for agent in self._agents)
-        return LauncherState(agents, self._num_stops, self._diagnosis.identity)
+        manager = self._host_manager.identity if self._host_manager is not None else (0, 0)
+        return LauncherState(agents, self._num_stops, self._diagnosis.identity, manager)
 
     def _publish(self) -> None:
         if self._standby is not None:
@@ -499,7 +547,8 @@ class _Launcher:
     def _known_pids(self) -> frozenset[int]:
         """Children that are no orphans, besides the agents."""
         standby = {self._standby.pid} if self._standby is not None else set()
-        return self._others | self._diagnosis.pids | standby
+        manager = self._host_manager.pids if self._host_manager is not None else frozenset()
+        return self._others | self._diagnosis.pids | manager | standby
 
     # The loop.
 
@@ -538,17 +587,26 @@ class _Launcher:
         for pid in self._stopped.sample(living, now=now):
             self._log.emit(FaultSeen(stopped(living[pid].process, pid, time=self._clock.wall())))
             living[pid].child.send_signal(signal.SIGKILL)
-        if self._agents[0].ready and self._kill_at is None:
+        if self._agents[0].ready and self._kill_at is None and self._own == LAUNCHER:
             self._diagnosis.ensure_running(now)
+        if self._host_manager is not None and self._kill_at is None:
+            self._check_host_manager(self._host_manager, now)
         reap_orphans(but=self._known_pids() | living.keys())
+
+    def _check_host_manager(self, manager: HostManagerProcess, now: float) -> None:
+        """Keep the host manager running, and end the run if a host could not join it."""
+        if not manager.ensure_running(now):
+            log = tail(RunFolder(self._run_dir).log_file(HOST_MANAGER))
+            self._fail(ProcessDied(f"{HOST_MANAGER} ends again and again; its log ends: {log or '(empty)'}"))
+        for report in manager.reports():
+            self._fail(StartFailed(process=report.host, phase="joining the run", why=report.why))
 
     def _check_failed(self, error: OSError | StorageError) -> None:
         """Record that rounds fail for lack of descriptors, memory or space, once until one succeeds. The next one tries
         it again."""
         if not self._checks_fail:
             self._checks_fail = True
-            own = process_id(Role.LAUNCHER, 0)
-            self._log.emit(FaultSeen(fault_of(error, process=own, time=self._clock.wall())))
+            self._log.emit(FaultSeen(fault_of(error, process=self._own, time=self._clock.wall())))
         wait_readable(whom="the host", what="what it lacks", timeout_s=TICK_S)
 
     def _read_stop_requests(self) -> None:
@@ -560,15 +618,18 @@ class _Launcher:
             self._on_stop_request()
 
     def _on_stop_request(self) -> None:
-        """The first request stops the run after this step; the second one ends everything immediately."""
+        """The first request stops the run after this step; the second one ends everything immediately. On a host of
+        another machine, where the run does not stop, the first one ends the host."""
         self._num_stops += 1
-        if self._num_stops == 1:
+        if self._own != LAUNCHER:
+            self.close_agents()
+        elif self._num_stops == 1:
             self._signal_agents(signal.SIGTERM)
         else:
             self._signal_agents(signal.SIGINT)
-            self._close_agents()
+            self.close_agents()
 
-    def _take_reports(self, agent: _AgentHandle) -> None:
+    def _take_reports(self, agent: AgentHandle) -> None:
         for report in agent.reports():
             match report:
                 case AgentReady():
@@ -583,7 +644,7 @@ class _Launcher:
                     master = process_id(Role.MASTER, 0)
                     self._fail(ProcessDied(f"{master} was {how}; its log ends: {last_output or '(empty)'}"))
 
-    def _on_agent_ended(self, agent: _AgentHandle) -> None:
+    def _on_agent_ended(self, agent: AgentHandle) -> None:
         """Handle the end of an agent. Agent 0 ends with the master's exit code, others after `Shutdown`, as announced.
 
         An agent that was killed or failed is restarted, within limits. One that failed before it had ever started would
@@ -603,9 +664,9 @@ class _Launcher:
             log = tail(RunFolder(self._run_dir).log_file(agent.process))
             self._fail(ProcessDied(f"{agent.process} {how}{often}; its log ends: {log or '(empty)'}"))
         if agent is self._agents[0]:
-            self._close_agents()
+            self.close_agents()
 
-    def _order_restart(self, agent: _AgentHandle, *, shortage: bool = False) -> bool:
+    def _order_restart(self, agent: AgentHandle, *, shortage: bool = False) -> bool:
         """Restart an agent, after a pause if that happens often; False if the limit is reached."""
         now = self._clock.monotonic()
         if not agent.limit.allows(now, shortage=shortage):
@@ -615,7 +676,7 @@ class _Launcher:
             self._restart(agent)
         return True
 
-    def _restart(self, agent: _AgentHandle) -> None:
+    def _restart(self, agent: AgentHandle) -> None:
         """Restart an agent after killing the processes that it can not adopt, because its table does not list them."""
         tables = [read_table(RunFolder(self._run_dir).agent_file(each.process)) for each in self._agents]
         recorded = {record.pid for table in tables if table is not None for record in table.children}
@@ -632,9 +693,9 @@ class _Launcher:
     def _fail(self, error: KintsugiError) -> None:
         """Record a failure and end the run. The first failure is kept; later ones follow from it."""
         self._failure = self._failure or error
-        self._close_agents()
+        self.close_agents()
 
-    def _close_agents(self) -> None:
+    def close_agents(self) -> None:
         """Close the agents' lifeline: they stop their children, with a grace, and end. One that does not is killed."""
         if self._standby is not None:
             self._standby.dismiss()
@@ -655,7 +716,7 @@ class _Launcher:
         """Clean up after any outcome: no agent, no process of an agent and no pipe is left."""
         self._signal_agents(signal.SIGKILL)
         os.close(self._lifeline_read)
-        self._close_agents()
+        self.close_agents()
         for agent in self._agents:
             if not agent.has_ended():
                 self._attempt(partial(agent.child.wait_ended, whom=agent.process, timeout_s=END_DEADLINE_S))
@@ -663,6 +724,8 @@ class _Launcher:
             # Before their lifeline ends: a child that ends on its own leaves the processes that it started.
             table = RunFolder(self._run_dir).agent_file(agent.process)
             self._attempt(partial(end_orphans, table, processes=self._processes, timeout_s=END_DEADLINE_S))
+        if self._host_manager is not None:
+            self._attempt(self._host_manager.close)
         self._attempt(self._diagnosis.close)
         self._attempt(
             partial(
@@ -680,5 +743,4 @@ class _Launcher:
         try:
             action()
         except (DeadlineExceeded, UntrustedFile, OSError) as error:
-            own = process_id(Role.LAUNCHER, 0)
-            self._log.emit(FaultSeen(fault_of(error, process=own, time=self._clock.wall())))
+            self._log.emit(FaultSeen(fault_of(error, process=self._own, time=self._clock.wall())))

@@ -65,6 +65,8 @@ class LauncherState(msgspec.Struct, frozen=True, array_like=True):
     """Requests to stop the run."""
     diagnosis: tuple[int, int]
     """Pid and start time of the diagnosis process; 0 if there is none."""
+    host_manager: tuple[int, int] = (0, 0)
+    """Pid and start time of the host manager; 0 if there is none."""
 
 
 class LostLauncher(msgspec.Struct, frozen=True):

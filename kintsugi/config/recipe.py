@@ -223,6 +223,8 @@ def anchored(config: Config) -> Config:
     config = replace(config, data=_anchored_data(config.data))
     if config.run_dir is not None:
         config = replace(config, run_dir=str(Path(config.run_dir).resolve()))
+    if config.cluster.on:
+        config = replace(config, cluster=replace(config.cluster, on=str(Path(config.cluster.on).resolve())))
     algorithm = config.algorithm
     rewards = tuple(map(_anchored_code, algorithm.reward))
     custom = None if algorithm.custom is None else _anchored_code(algorithm.custom)

@@ -451,7 +451,20 @@ class ClusterSection(_Section, frozen=True):
     """Hosts and processes."""
 
     hosts: int = 1
-    """Number of hosts, each with its own agent. Hosts share only the run folder. All run on this machine."""
+    """Number of hosts, each with its own agent. Without `on` they are agents of this machine; with `on` the number
+    follows from it."""
+    on: str = ""
+    """Path of a hosts file: the machines of the other hosts, which are started over ssh. The first host, with the
+    master, is this machine. Empty: all hosts are agents of this machine. See `docs/cluster.md`."""
+    slots: tuple[int, ...] = ()
+    """Processes that each host gets in one round of placement, by host. 0: no ranks, servers or rollout workers. Set
+    from the hosts file; empty: 1 each."""
+    spare_hosts: int = 0
+    """Hosts, the last ones, on which no process is placed until another host is lost. Set from the hosts file."""
+    address: str = ""
+    """Address of this machine at which the other hosts reach it. Empty: that of its route to them."""
+    away_s: float = 60.0
+    """A host that has not heard of the launcher for this long ends its processes."""
     port: int = 0
     """Port of the master. 0: any free port."""
     bandwidth: BandwidthSection = BandwidthSection()

@@ -144,6 +144,8 @@ _RULES: dict[str, Rule] = {
     "logging.samples_gib": _POSITIVE,
     "monitoring.port": _PORT,
     "cluster.spares": _NOT_NEGATIVE,
+    "cluster.spare_hosts": _NOT_NEGATIVE,
+    "cluster.away_s": _POSITIVE,
     "cluster.bandwidth.samples": _POSITIVE,
     "cluster.bandwidth.copies": _POSITIVE,
 }
@@ -254,7 +256,12 @@ def _check_sharing(run: _Candidate) -> None:
 
 def _check_cluster(run: _Candidate) -> None:
     cluster, num_processes = run.config.cluster, num_spread_processes(run.config)
-    if cluster.hosts > num_processes:
+    if cluster.on:
+        if run.config.data.source.startswith("stream:"):
+            raise run.error(
+                "data.source", "data that can be copied to other hosts, not a stream, with `cluster.on`"
+            )
+    elif cluster.hosts > num_processes:
         raise run.error("cluster.hosts", f"at most {num_processes}, so that every host has a process to run")
     if (why := _why_not_free("127.0.0.1", cluster.port)) is not None:
         raise run.error("cluster.port", f"a free port (0 takes any), but this one is {why}")

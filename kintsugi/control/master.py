@@ -36,7 +36,7 @@ from kintsugi.control.phases.table import (
     PhaseResult,
 )
 from kintsugi.control.phases.train import TrainPhase
-from kintsugi.control.placement import ProcessPlan
+from kintsugi.control.placement import ProcessPlan, hosts_without_slots
 from kintsugi.control.processes import Arrival, ProcessManager
 from kintsugi.control.protocol import (
     Began,
@@ -98,7 +98,11 @@ class Master:
         pending = self.pending = PendingRequests(decision, first_s=limit_s)
         pending.num_tokens = due.most_tokens(config, num_eval_rows=num_eval_rows)
         processes = self._processes = ProcessManager(
-            layout, decision=decision, pending=pending, start_timeout_s=limit_s
+            layout,
+            decision=decision,
+            pending=pending,
+            start_timeout_s=limit_s,
+            no_slots=hosts_without_slots(config),
         )
         dispatch = self._dispatch = EpisodeDispatch(
             config, decision=decision, pending=pending, num_rows=num_rows

@@ -21,18 +21,33 @@ class ProcessPlan(msgspec.Struct, frozen=True):
 
 
 def plan_layout(config: Config) -> tuple[ProcessPlan, ...]:
-    """Place one agent on each host, master and manager on the first, and everything else round-robin over the hosts. A
-    run that samples nothing has neither manager nor servers.
+    """Place one agent on each host, master and manager on the first, and everything else round-robin over the hosts
+    that have slots and are no spares. A run that samples nothing has neither manager nor servers.
 
-    The round continues from one role to the next, so that the loads of two hosts differ by at most one process.
+    The round continues from one role to the next, so that the loads of two hosts with equal slots differ by at most one
+    process. A host with more slots has turns of its own after those of the others.
     """
     hosts = [f"host-{index}" for index in range(config.cluster.hosts)]
     plan = [ProcessPlan(process_id(Role.AGENT, index), Role.AGENT, host) for index, host in enumerate(hosts)]
     single = (Role.MASTER, Role.MANAGER) if has_servers(config) else (Role.MASTER,)
     plan += [ProcessPlan(process_id(role, 0), role, hosts[0]) for role in single]
-    turn = cycle(hosts)
+    turn = cycle(_turns(config))
     plan += [ProcessPlan(process_id(role, index), role, next(turn)) for role, index in _spread(config)]
     return tuple(plan)
+
+
+def hosts_without_slots(config: Config) -> frozenset[str]:
+    """Return the hosts that run no ranks, servers or rollout workers, also not in place of others."""
+    return frozenset(f"host-{index}" for index, slots in enumerate(config.cluster.slots) if slots == 0)
+
+
+def _turns(config: Config) -> list[str]:
+    """Return the hosts of one round, each as often as it has slots."""
+    cluster = config.cluster
+    slots = (cluster.slots or (1,) * cluster.hosts)[: cluster.hosts - cluster.spare_hosts]
+    rounds = range(max(slots, default=0))
+    turns = [f"host-{index}" for number in rounds for index, count in enumerate(slots) if count > number]
+    return turns or ["host-0"]
 
 
 def plan_servers(config: Config, count: int) -> tuple[ProcessPlan, ...]:

@@ -55,8 +55,11 @@ class ProcessManager:
         decision: DecisionBuilder,
         pending: PendingRequests,
         start_timeout_s: float,
+        no_slots: frozenset[str] = frozenset(),
     ) -> None:
+        """`no_slots`: hosts that take no processes in place of others."""
         self._start_timeout_s = start_timeout_s
+        self._no_slots = no_slots
         self.plans = {plan.process: plan for plan in layout if plan.role not in (Role.AGENT, Role.MASTER)}
         self._num_hosts = sum(plan.role is Role.AGENT for plan in layout)
         self._decision, self._pending = decision, pending
@@ -224,6 +227,7 @@ class ProcessManager:
             hosts = [host for host in hosts if host not in self._excluded_hosts] or hosts
         if plan.host in hosts:
             return plan.host
+        hosts = [host for host in hosts if host not in self._no_slots] or hosts
         busy = Counter(m.host for m in members.members.values() if m.status is not WorkerStatus.LOST)
         return min(hosts, key=lambda host: (busy[host], host), default=None)
 

@@ -43,5 +43,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     """For a master: whether it replaces one that died, so that workers may still run and continue under it."""
     bulk: BulkMode = "encrypted"
     """Protection of bulk connections to this process."""
+    run_folder_agent: str = ""
+    """Agent through which files of the run folder are read and written; empty where this host has the run folder."""
     num_processes: int = 0
     """Processes that the run starts with: the peers that this one may have."""

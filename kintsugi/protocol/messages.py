@@ -32,6 +32,13 @@ One module per link holds the structs. Nothing is pickled or evaluated; decoding
 | FetchState                       | model → model, model → agent | StateFetched |
 | KeepState                        | model → agent        | Ok                 |
 | OpenBulk                         | model, server, agent → model, agent | BulkOpened |
+| JoinHost                         | supervisor → host_manager | HostJoined    |
+| HostBeat                         | supervisor → host_manager | HostOrders    |
+| MirrorFiles                      | supervisor → host_manager | Ok            |
+| FetchFile                        | supervisor → host_manager, model → agent | FilePart                 |
+| ListFiles                        | model → agent        | FilesListed        |
+| StoreFile                        | model → agent        | Ok                 |
+| KeepCheckpoint                   | model → agent        | CheckpointKept     |
 
 Any request can be answered with Failed instead. Weights and states themselves are fetched over the bulk channel
 (`kintsugi/bulk`), from the offers that these messages carry.
@@ -65,6 +72,20 @@ from kintsugi.protocol.agents import (
 from kintsugi.protocol.bulk import BulkOpened, OpenBulk
 from kintsugi.protocol.device_lease import ToArbiter, ToHolder
 from kintsugi.protocol.generation import Cancel, Generate, Generated, Interrupt, Produced, Retire
+from kintsugi.protocol.hosts import (
+    CheckpointKept,
+    FetchFile,
+    FilePart,
+    FilesListed,
+    HostBeat,
+    HostJoined,
+    HostOrders,
+    JoinHost,
+    KeepCheckpoint,
+    ListFiles,
+    MirrorFiles,
+    StoreFile,
+)
 from kintsugi.protocol.membership import (
     AddressBook,
     Failed,
@@ -184,4 +205,16 @@ Body = (
     | BulkOpened
     | ToArbiter
     | ToHolder
+    | JoinHost
+    | HostJoined
+    | HostBeat
+    | HostOrders
+    | FetchFile
+    | FilePart
+    | ListFiles
+    | FilesListed
+    | MirrorFiles
+    | StoreFile
+    | KeepCheckpoint
+    | CheckpointKept
 )

@@ -1,4 +1,4 @@
-"""A message on the socket: one frame with the envelope and a `messages.Body`, then any bulk frames."""
+"""A message on the socket: one frame with the envelope and a `messages.Body`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kintsugi.protocol import (
     bulk,
     device_lease,
     generation,
+    hosts,
     membership,
     recovery,
     rollout,
@@ -63,6 +64,7 @@ _AGENT = frozenset({Role.AGENT})
 _MODEL = frozenset({Role.MODEL})
 _ON_DEVICE = frozenset({Role.MODEL, Role.SERVER})
 _FETCHES_WEIGHTS = frozenset({Role.SERVER, Role.AGENT})
+_SUPERVISOR = frozenset({Role.SUPERVISOR})
 
 ALLOWED_SENDERS: dict[type[Body], frozenset[Role]] = {
     membership.Ping: _ANYONE,
@@ -114,6 +116,13 @@ ALLOWED_SENDERS: dict[type[Body], frozenset[Role]] = {
     device_lease.LeaseGranted: _AGENT,
     device_lease.LeaseExtended: _AGENT,
     device_lease.LeaseRecalled: _AGENT,
+    hosts.JoinHost: _SUPERVISOR,
+    hosts.HostBeat: _SUPERVISOR,
+    hosts.MirrorFiles: _SUPERVISOR,
+    hosts.FetchFile: _SUPERVISOR | _MODEL,
+    hosts.ListFiles: _MODEL,
+    hosts.StoreFile: _MODEL,
+    hosts.KeepCheckpoint: _MODEL,
     # Replies, which no role may send unrequested.
     membership.Ok: _REPLY,
     membership.Failed: _REPLY,
@@ -137,6 +146,11 @@ ALLOWED_SENDERS: dict[type[Body], frozenset[Role]] = {
     recovery.RankReady: _REPLY,
     recovery.RankStanding: _REPLY,
     recovery.StateFetched: _REPLY,
+    hosts.HostJoined: _REPLY,
+    hosts.HostOrders: _REPLY,
+    hosts.FilePart: _REPLY,
+    hosts.FilesListed: _REPLY,
+    hosts.CheckpointKept: _REPLY,
 }
 """Roles that may send each request or one-way message; any other sender is refused, whatever its key."""
 

@@ -30,6 +30,7 @@ from kintsugi.runtime.spans import SPANS
 from kintsugi.runtime.waits import join
 from kintsugi.telemetry.collect.cgroups import available_memory_bytes
 from kintsugi.telemetry.events import Alert, AlertEvent
+from kintsugi.training.checkpoint_delivery import CheckpointDelivery
 from kintsugi.training.snapshots import HeldState
 from kintsugi.transport import Delivery, subject
 
@@ -57,8 +58,11 @@ class CheckpointSaver:
         reply: Callable[[Delivery, Body], None],
         fail: Callable[[Delivery, BaseException], None],
         emit: Callable[[AlertEvent], object] = lambda event: None,
+        delivery: CheckpointDelivery | None = None,
     ) -> None:
-        """`reply`, `fail` and `emit` are called in the background thread."""
+        """`reply`, `fail` and `emit` are called in the background thread. With `delivery` a checkpoint is written on
+        this host and then brought to the run folder on another one."""
+        self._delivery = delivery
         self._model_files = model_files
         self._keep = keep
         self._reply, self._fail, self._emit = reply, fail, emit
@@ -148,19 +152,22 @@ class CheckpointSaver:
             read_at = SYSTEM_CLOCK.monotonic()
             held.hold.release()
 
+        folder = Path(request.folder) if self._delivery is None else self._delivery.folder
         checkpoint = save_checkpoint(
-            Path(request.folder),
+            folder,
             step=held.counters.step,
             stage=held.counters.stage,
             state=held.tensors,
             extra=msgspec.to_builtins(held.counters),
             model_files=self._model_files(held),
-            keep=self._keep,
+            keep=self._keep if self._delivery is None else 1,
             best_steps=request.best_steps,
             on_bytes=on_bytes,
             on_read=on_read,
             ahead_bytes=min(MOST_AHEAD_BYTES, int(AHEAD_SHARE * available_memory_bytes())),
         )
+        if self._delivery is not None:
+            checkpoint = self._delivery.deliver(checkpoint, keep=self._keep, best_steps=request.best_steps)
         ended = SYSTEM_CLOCK.monotonic()
         timing = {
             "write": read_at - since,

@@ -83,6 +83,7 @@ from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.spans import SPANS
 from kintsugi.samples.sharding import shards_of_rank
 from kintsugi.telemetry.events import AlertEvent, Note, NoteEvent
+from kintsugi.training.checkpoint_delivery import CheckpointDelivery
 from kintsugi.training.initial_weights import empty_model, fill_initial
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.pairwise_eval import HeldOutPairs, score_pairs
@@ -144,6 +145,7 @@ class ModelWorker:
         renew: Callable[[], object] = lambda: None,
         lease_guard: DeviceLeaseGuard | None = None,
         is_blank: bool = False,
+        delivery: CheckpointDelivery | None = None,
     ) -> None:
         """`bulk` offers and fetches states. `emit` records events, from any thread. `renew` offers the snapshots to a
         new agent. `segments` is the shared memory through which samples are relayed to other ranks of this host.
@@ -181,7 +183,9 @@ class ModelWorker:
             reply=shell.reply,
             fail=shell.fail,
             emit=emit,
+            delivery=delivery,
         )
+        self._delivery = delivery
         self._peer_replica = PeerReplica(
             self._send_copy,
             bulk.server,
@@ -455,9 +459,10 @@ class ModelWorker:
 
     def _load_state(self, step: int, source: str) -> tuple[StoredState, CopyCounters]:
         if self._shell.peer(source) is None:
-            stored, counters = load_checkpoint(
-                Path(source), on_bytes=lambda size: COUNTERS.add("bytes_loaded", size)
+            path = (
+                Path(source) if self._delivery is None else self._delivery.fetch(Path(source), ask=self._ask)
             )
+            stored, counters = load_checkpoint(path, on_bytes=lambda size: COUNTERS.add("bytes_loaded", size))
             return stored, msgspec.convert(counters, CopyCounters)
         owner = self._shell.process if role_of(source) is Role.AGENT else ""
         return self._state_fetcher.open(step, replica=source, owner=owner)
@@ -630,6 +635,13 @@ def open_publisher(
     )
 
 
+def open_delivery(shell: Shell) -> CheckpointDelivery:
+    """Create what brings checkpoints to and from the run folder of another host."""
+    own = shell.bootstrap
+    folder = RunFolder(own.run_dir).checkpoints_folder
+    return CheckpointDelivery(shell.call, agent=own.run_folder_agent, folder=folder)
+
+
 def main(bootstrap: Bootstrap) -> int:
     """Load the model, register, and serve until the process is asked to shut down."""
     torch.set_num_threads(1)
@@ -679,6 +691,7 @@ def main(bootstrap: Bootstrap) -> int:
                 renew=segments.renew if segments is not None else lambda: None,
                 lease_guard=open_lease_guard(shell, state, policy=config.cluster.share_device, device=device),
                 is_blank=is_blank,
+                delivery=open_delivery(shell) if bootstrap.run_folder_agent else None,
             )
             if state.why_private:
                 shell.events.emit(Note(f"snapshots of the state end with this process: {state.why_private}"))

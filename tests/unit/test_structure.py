@@ -43,7 +43,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         "rollout",
     }
     | {"page", "run_folder", "serving", "simulation"},
-    "cluster": SHARED | {"bulk", "device_lease", "run_folder", "weights"},
+    "cluster": SHARED | {"bulk", "checkpoint.store", "device_lease", "run_folder", "weights"},
     "config": GROUND
     | {"model", "telemetry.export", "data", "rollout", "control.placement", "graph.algorithms"},
     "control": SHARED
@@ -80,7 +80,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "runtime": frozenset({"types", "errors"}),
     "samples": SHARED,
     "serving": SHARED | {"access", "generation", "cluster", "weights", "openai_api"},
-    "simulation": SHARED | {"control", "recovery", "samples", "journal"},
+    "simulation": SHARED | {"control", "recovery", "samples", "journal", "cluster.backends.contract"},
     "telemetry": GROUND | {"journal"},
     "training": SHARED
     | {"data", "dataplane", "weights", "checkpoint", "recovery", "samples.sharding", "cluster.shared_memory"}

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from kintsugi.cluster.handover import PROGRAMS, AgentHandover
-from kintsugi.cluster.launcher import _AgentHandle
+from kintsugi.cluster.launcher import AgentHandle
 from kintsugi.cluster.namespaces import HostNamespaces
 from kintsugi.errors import StartFailed
 from kintsugi.runtime.processes import SystemProcesses
@@ -27,7 +27,7 @@ def test_an_agent_for_which_no_descriptor_is_left_fails_to_start_and_stays_due(
         report=-1,
         programs=PROGRAMS,
     )
-    agent = _AgentHandle(handover, place=HostNamespaces("host-0"))
+    agent = AgentHandle(handover, place=HostNamespaces("host-0"))
     agent.restart_at = 12.0
     before = open_descriptors()
     with free_descriptors(number), pytest.raises(StartFailed, match="Too many open files") as caught:

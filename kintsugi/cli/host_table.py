@@ -1,0 +1,74 @@
+"""The table of `kintsugi hosts`: every host is asked at the same time, over ssh, for at most half a minute."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.cluster.backends.command import EngineCommand
+from kintsugi.cluster.backends.ssh import RemoteHost, read_hosts_file, split_hosts, ssh_command
+from kintsugi.cluster.host_supervisor import default_scratch
+from kintsugi.cluster.joining import HostNeeds, facts_of_this_host, local_address, versions, why_refused
+from kintsugi.protocol.hosts import HostFacts
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+
+ASK_S = 30.0
+_HEAD = f"{'host':12} {'address':16} {'cores':>5} {'memory':>9} {'free disk':>10} {'GPUs':>4}  {'clock':>8}  "
+
+
+def host_lines(path: Path | None) -> tuple[list[str], bool]:
+    """Return the table, and whether every host could take part in a run that is started here."""
+    here, remote = (None, ()) if path is None else split_hosts(read_hosts_file(path))
+    own = _own_facts()
+    lines = [
+        f"{_HEAD}kintsugi {own.versions.kintsugi}, torch {own.versions.torch}, Python {own.versions.python}"
+    ]
+    lines.append(_line(here.name if here is not None else "this machine", own, offset_s=0.0, problem=""))
+    asked = [(host, *_ask(host), SYSTEM_CLOCK.monotonic()) for host in remote]
+    all_fit = True
+    for host, command, address, since in asked:
+        command.close(timeout_s=max(0.0, ASK_S - (SYSTEM_CLOCK.monotonic() - since)), keep_output=True)
+        facts = _facts(command) if command.status == 0 else None
+        if facts is None:
+            problem = f"no answer: {command.explain()}"
+            lines.append(f"{host.name:12} {host.machine:16} {problem}")
+        else:
+            needs = HostNeeds(versions(), host.gpus, host.memory_gib << 30)
+            problem = why_refused(facts, needs, now=SYSTEM_CLOCK.wall())
+            offset_s = facts.wall - SYSTEM_CLOCK.wall()
+            reached = f"reaches {address} from {facts.address}"
+            lines.append(_line(host.name, facts, offset_s=offset_s, problem=problem or reached))
+        all_fit = all_fit and facts is not None and not problem
+    return lines, all_fit
+
+
+def _own_facts() -> HostFacts:
+    scratch = default_scratch()
+    existing = next(folder for folder in (scratch, *scratch.parents) if folder.exists())
+    return facts_of_this_host(address="127.0.0.1", scratch=existing)
+
+
+def _ask(host: RemoteHost) -> tuple[EngineCommand, str]:
+    """Begin to ask a host; return the command, and the address of this machine on the way to it."""
+    address = "127.0.0.1"
+    with suppress(OSError):
+        address = local_address(host.machine)
+    program = [host.python or sys.executable, "-P", "-m", "kintsugi", "host-facts", address]
+    return EngineCommand(ssh_command(host, program)), address
+
+
+def _facts(command: EngineCommand) -> HostFacts | None:
+    try:
+        return msgspec.json.decode(command.explain(), type=HostFacts)
+    except msgspec.DecodeError:
+        return None
+
+
+def _line(name: str, facts: HostFacts, *, offset_s: float, problem: str) -> str:
+    return (
+        f"{name:12} {facts.address:16} {facts.cores:5} {facts.memory_bytes / 2**30:5.1f} GiB "
+        f"{facts.free_bytes / 2**30:6.1f} GiB {len(facts.gpus):4}  {offset_s:+7.1f}s  {problem}"
+    ).rstrip()

@@ -1,0 +1,87 @@
+"""One command of an engine, as `ssh` or `srun`: it gets a ticket on its standard input and is watched until its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from tempfile import TemporaryFile
+
+from kintsugi.cluster.spawn import in_memory
+from kintsugi.errors import DeadlineExceeded
+from kintsugi.runtime.processes import Child, describe_status
+
+MOST_OUTPUT = 2000
+"""Characters of a command's output that are told when it fails."""
+
+
+class EngineCommand:
+    """A command that runs in a session of its own. Its output is kept in a file without a name."""
+
+    def __init__(
+        self, argv: Sequence[str], *, secret: bytes = b"", environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Start `argv` with `secret` on its standard input. OSError if the program can not be executed."""
+        self.program = argv[0]
+        self._output = TemporaryFile()  # noqa: SIM115 - held until `close`.
+        given = in_memory(secret)
+        try:
+            popen = subprocess.Popen(
+                list(argv),
+                stdin=given,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                env=None if environment is None else dict(environment),
+                start_new_session=True,
+            )
+        except OSError:
+            self._output.close()
+            raise
+        finally:
+            os.close(given)
+        self._child = Child(pid=popen.pid, pidfd=os.pidfd_open(popen.pid), popen=popen)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._child.ended()
+
+    @property
+    def status(self) -> int | None:
+        return self._child.status()
+
+    def output(self) -> str:
+        """Return the end of what it has written."""
+        size = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, size - 4 * MOST_OUTPUT))
+        return self._output.read().decode(errors="replace")[-MOST_OUTPUT:].strip()
+
+    def explain(self) -> str:
+        """Describe its end: the last line that it wrote, or its status."""
+        lines = [line for line in self.output().splitlines() if line.strip()]
+        return lines[-1].strip() if lines else f"{self.program} {describe_status(self.status)}"
+
+    def end(self, *, number: signal.Signals = signal.SIGTERM) -> None:
+        """Signal the command and what it has started in its process group."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, number)
+        self._child.send_signal(number)
+
+    def close(self, *, timeout_s: float, keep_output: bool = False) -> None:
+        """Wait for its end, kill it if it takes longer, and release it. With `keep_output` its output can still be
+        read."""
+        try:
+            self._child.wait_ended(whom=self.program, timeout_s=timeout_s)
+        except DeadlineExceeded:
+            self.end(number=signal.SIGKILL)
+            with suppress(DeadlineExceeded):
+                self._child.wait_ended(whom=self.program, timeout_s=timeout_s)
+        self._child.status()
+        self._child.close()
+        if not keep_output:
+            self._output.close()

@@ -1,0 +1,406 @@
+"""The host manager: a process beside the launcher that starts hosts on other machines and keeps them.
+
+    python -m kintsugi.cluster.host_manager DESCRIPTOR
+
+    launcher ─► host manager ── tickets ─► back end (ssh) ─► supervisor ─► agent ─► processes
+                     ▲───────── JoinHost, HostBeat, MirrorFiles, FetchFile ────┘
+
+The loop consumes messages of supervisors and events of the back end; it waits for both. It gives each supervisor the
+files of the run and appends the telemetry of its host to the run folder. A host that is silent, or that its engine has
+lost, is ordered again under a new ticket, with pauses; the processes of the run are meanwhile started elsewhere, which
+the master decides on its own. A host that can not join when the run begins ends the run by name.
+
+It ends with the lifeline of the launcher: all hosts are told to end, then everything is given back. What joined is
+recorded in `hosts.json`, with which a successor of this process goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.cluster.backends.contract import Backend, HostCame, HostOrder, HostWent
+from kintsugi.cluster.backends.ssh import SshBackend, read_hosts_file, split_hosts
+from kintsugi.cluster.file_mirror import FileWriter
+from kintsugi.cluster.host_manager_process import HOST_MANAGER, HostFailed, ManagerHandover
+from kintsugi.cluster.joining import (
+    HostHandover,
+    HostNeeds,
+    Ticket,
+    supervisor_of,
+    versions,
+    why_refused,
+)
+from kintsugi.cluster.run_files import RunFiles
+from kintsugi.cluster.spawn import own_session_and_log
+from kintsugi.config.schema import Config
+from kintsugi.errors import Fault, KintsugiError, RefusedError
+from kintsugi.protocol.hosts import (
+    FetchFile,
+    FilePart,
+    HostBeat,
+    HostFacts,
+    HostJoined,
+    HostOrders,
+    JoinHost,
+    MirrorFiles,
+)
+from kintsugi.protocol.membership import Ok
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.disk import write_atomically
+from kintsugi.telemetry.disk_budget import DISK_BUDGET
+from kintsugi.telemetry.events import Alert, EventLog, Note
+from kintsugi.transport import Delivery, Endpoint, new_key_pair
+from kintsugi.types import Peer
+
+TICK_S = 0.1
+SILENT_S = 20.0
+"""Silence after which a host is ordered again. The master gives its processes up earlier (15 s); a link that is back
+before has lost nothing here."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+"""Pause before a lost host is ordered again; it doubles."""
+PART_BYTES = 8 << 20
+END_S = 12.0
+"""Time for all hosts to end in order."""
+GIVE_BACK_S = 5.0
+INCARNATIONS = 10_000
+"""Restarts of an agent by one supervisor; the agent of the next ticket has a higher number than all of them."""
+
+
+class HostPhase(StrEnum):
+    """Where a host is between its order and its end."""
+
+    ORDERED = "ordered"
+    JOINED = "joined"
+    READY = "ready"
+    LOST = "lost"
+    ENDED = "ended"
+
+
+class HostRecord(msgspec.Struct):
+    """One host, as it is kept in `hosts.json`."""
+
+    host: str
+    phase: HostPhase = HostPhase.ORDERED
+    ticket: int = 0
+    """Number of its last ticket."""
+    public_key: bytes = b""
+    """Key of its supervisor; empty until it has joined."""
+    was_ready: bool = False
+    place: str = ""
+    """Machine in the words of its engine."""
+    facts: HostFacts | None = None
+    num_losses: int = 0
+
+
+class HostDecision(msgspec.Struct, frozen=True):
+    """Action about a host, and its reason."""
+
+    action: str = ""
+    """`order`: under a new ticket; `lose`: it is gone; `fail`: the run can not begin; empty: nothing."""
+    why: str = ""
+
+
+def decide(record: HostRecord, *, now: float, since: float, heard_at: float, join_s: float) -> HostDecision:
+    """Decide about a host by time alone. Pure.
+
+    `since` is when its phase began, `heard_at` when its supervisor was last heard of, `join_s` the time to join.
+    """
+    if record.phase in (HostPhase.ORDERED, HostPhase.JOINED) and now - since > join_s:
+        what = "join" if record.phase is HostPhase.ORDERED else "start its agent"
+        return HostDecision("lose" if record.was_ready else "fail", f"it did not {what} within {join_s:g} s")
+    if record.phase in (HostPhase.JOINED, HostPhase.READY) and now - heard_at > SILENT_S:
+        return HostDecision("lose" if record.was_ready else "fail", f"it is silent for {SILENT_S:g} s")
+    if record.phase is HostPhase.LOST:
+        pause_s = min(FIRST_PAUSE_S * 2.0 ** min(record.num_losses - 1, 8), LONGEST_PAUSE_S)
+        if now - since >= pause_s:
+            return HostDecision("order", f"it was lost {pause_s:g} s ago")
+    return HostDecision()
+
+
+def open_backend(config: Config) -> tuple[Backend, dict[str, HostNeeds]]:
+    """Open the back end of `cluster.on`; return it with what each host has to have."""
+    _, hosts = split_hosts(read_hosts_file(Path(config.cluster.on)))
+    needs = {
+        f"host-{number}": HostNeeds(versions(), host.gpus, host.memory_gib << 30)
+        for number, host in enumerate(hosts, 1)
+    }
+    return SshBackend(hosts), needs
+
+
+class HostManager:
+    """Hosts of one run over all their tickets."""
+
+    def __init__(self, handover: ManagerHandover, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._handover, self._clock = handover, clock
+        config = handover.config
+        self._run_dir = Path(handover.run_dir)
+        self._log = EventLog(RunFolder(self._run_dir).events_file(HOST_MANAGER), process=HOST_MANAGER)
+        self._files = RunFiles(config, run_dir=self._run_dir)
+        self._writer = FileWriter(self._run_dir)
+        self._backend, self._needs = open_backend(config)
+        self._agents = {agent.host: agent for agent in handover.agents}
+        self._job = handover.agents[0].job
+        self._endpoint = Endpoint(
+            job=self._job,
+            process=HOST_MANAGER,
+            incarnation="1",
+            public_key=handover.public_key,
+            secret_key=handover.secret_key,
+            listener=handover.listener,
+            clock=clock,
+            num_peers=len(self._agents),
+        )
+        self._records = {host: HostRecord(host) for host in self._agents}
+        self._since: dict[str, float] = {}
+        self._heard_at: dict[str, float] = {}
+        self._ending_at: float | None = None
+
+    def run(self) -> None:
+        """Run until the launcher has ended and all hosts have, or can not be reached."""
+        self._endpoint.watch(self._handover.lifeline, self._on_lifeline)
+        now = self._clock.monotonic()
+        if not self._adopt(now):
+            self._backend.start([self._order(host, now) for host in self._records])
+            self._write()
+        try:
+            while not self._is_over():
+                for delivery in self._endpoint.poll(TICK_S):
+                    self._handle(delivery)
+                self._take_events()
+                if self._ending_at is None:
+                    self._check(self._clock.monotonic())
+        finally:
+            self._backend.give_back(timeout_s=GIVE_BACK_S)
+            self._writer.close()
+            self._endpoint.close(flush_s=0.5)
+            self._log.close()
+            RunFolder(self._run_dir).hosts_file.unlink(missing_ok=True)
+
+    def _adopt(self, now: float) -> bool:
+        """Go on with the hosts of an earlier host manager of this session; False if there was none."""
+        try:
+            content = RunFolder(self._run_dir).hosts_file.read_bytes()
+            kept = msgspec.json.decode(content, type=KeptHosts)
+        except (OSError, msgspec.DecodeError):
+            return False
+        if kept.job != self._job:
+            return False
+        for record in kept.hosts:
+            self._records[record.host] = record
+            self._since[record.host] = self._heard_at[record.host] = now
+            if record.public_key:
+                self._admit(record)
+            if record.phase is HostPhase.ORDERED:  # Its ticket is lost with the process that made it.
+                self._backend.replace(self._order(record.host, now))
+        self._log.emit(Note("a host manager goes on with the hosts of its predecessor"))
+        return True
+
+    def _write(self) -> None:
+        kept = KeptHosts(self._job, tuple(self._records.values()))
+        with contextlib.suppress(OSError):  # On a full disk a successor knows less.
+            write_atomically(
+                RunFolder(self._run_dir).hosts_file, msgspec.json.encode(kept), durable=False, mode=0o600
+            )
+
+    # Orders.
+
+    def _order(self, host: str, now: float) -> HostOrder:
+        """Make a new ticket for a host. Its predecessor is not admitted any more."""
+        record = self._records[host]
+        record.ticket += 1
+        record.phase, record.public_key = HostPhase.ORDERED, b""
+        self._since[host] = self._heard_at[host] = now
+        public_key, secret_key = new_key_pair()
+        manager = Peer(HOST_MANAGER, "1", "host-0", self._endpoint.address, self._handover.public_key)
+        ticket = Ticket(
+            job=self._job,
+            host=host,
+            process=supervisor_of(host),
+            incarnation=str(record.ticket),
+            public_key=public_key,
+            secret_key=secret_key,
+            manager=manager,
+        )
+        self._endpoint.admit(Peer(ticket.process, ticket.first_incarnation, host, "", public_key))
+        return HostOrder(host, msgspec.json.encode(ticket))
+
+    def _admit(self, record: HostRecord) -> None:
+        self._endpoint.admit(
+            Peer(supervisor_of(record.host), str(record.ticket), record.host, "", record.public_key)
+        )
+
+    # Messages of supervisors.
+
+    def _handle(self, delivery: Delivery) -> None:
+        record = self._records[delivery.peer.host]
+        try:
+            match delivery.body:
+                case JoinHost() as join:
+                    self._join(record, join, delivery)
+                case HostBeat() as beat:
+                    self._beat(record, beat)
+                    self._endpoint.reply(delivery, HostOrders(end=self._ending_at is not None))
+                case FetchFile(name=digest, offset=offset):
+                    self._heard_at[record.host] = self._clock.monotonic()
+                    part, size = self._files.read(digest, offset=offset, size=PART_BYTES)
+                    self._endpoint.reply(delivery, FilePart(size, part))
+                case MirrorFiles(sizes=sizes, content=content):
+                    self._writer.append(sizes, content)
+                    self._endpoint.reply(delivery, Ok())
+                    if self._writer.conflict:
+                        self._report(HostFailed(self._named(record.host), self._writer.conflict))
+                case body if delivery.wants_reply:
+                    raise RefusedError(f"a host manager does not do {type(body).__name__}")
+        except (KintsugiError, OSError, KeyError) as error:
+            self._endpoint.fail(delivery, error)
+
+    def _join(self, record: HostRecord, join: JoinHost, delivery: Delivery) -> None:
+        if record.phase is not HostPhase.ORDERED:
+            raise RefusedError(f"the ticket of {record.host} was used")
+        needs = msgspec.structs.replace(self._needs[record.host], needed_bytes=self._files.size)
+        if why := why_refused(join.facts, needs, now=self._clock.wall()):
+            self._endpoint.fail(delivery, RefusedError(why))
+            self._lose(record, why)
+            return
+        now = self._clock.monotonic()
+        record.phase, record.facts, record.public_key = HostPhase.JOINED, join.facts, join.public_key
+        self._since[record.host] = self._heard_at[record.host] = now
+        config = self._handover.config
+        agent = self._agents[record.host]
+        number = int(agent.incarnation) + record.ticket * INCARNATIONS
+        handover = HostHandover(
+            bootstrap=msgspec.structs.replace(
+                agent, incarnation=str(number), lifeline=-1, run_folder_agent="agent-0"
+            ),
+            programs=self._handover.programs,
+            spares=config.cluster.spares,
+            start_timeout_s=config.cluster.start_timeout_s,
+            away_s=config.cluster.away_s,
+            files=tuple(self._files.files),
+            python_path=self._files.python_path,
+            imports=self._files.imports,
+        )
+        self._endpoint.reply(delivery, HostJoined(msgspec.msgpack.encode(handover)))
+        self._admit(record)
+        self._write()
+        self._log.emit(Note(f"{record.host} joined: {join.facts.machine}, {join.facts.address}"))
+
+    def _beat(self, record: HostRecord, beat: HostBeat) -> None:
+        self._heard_at[record.host] = self._clock.monotonic()
+        if beat.ended:
+            failed = bool(beat.failure) and self._ending_at is None
+            if failed:
+                self._lose(record, beat.failure)
+            else:
+                self._set_phase(record, HostPhase.ENDED)
+        elif beat.ready and record.phase is HostPhase.JOINED:
+            record.was_ready = True
+            record.num_losses = 0
+            self._set_phase(record, HostPhase.READY)
+
+    def _set_phase(self, record: HostRecord, phase: HostPhase) -> None:
+        record.phase = phase
+        self._since[record.host] = self._clock.monotonic()
+        self._write()
+
+    # The back end and time.
+
+    def _take_events(self) -> None:
+        for event in self._backend.poll():
+            record = self._records[event.host]
+            match event:
+                case HostCame(place=place):
+                    record.place = place
+                case HostWent(why=why) if record.phase not in (HostPhase.LOST, HostPhase.ENDED):
+                    self._lose(record, why)
+
+    def _check(self, now: float) -> None:
+        for host, record in self._records.items():
+            decision = decide(
+                record,
+                now=now,
+                since=self._since[host],
+                heard_at=self._heard_at[host],
+                join_s=self._handover.config.cluster.start_timeout_s,
+            )
+            if decision.action == "order":
+                self._backend.replace(self._order(host, now))
+                self._write()
+            elif decision.action:
+                self._lose(record, decision.why)
+
+    def _lose(self, record: HostRecord, why: str) -> None:
+        """Note the loss of a host. If it had never started, the run can not begin."""
+        if self._ending_at is not None:
+            self._set_phase(record, HostPhase.ENDED)
+            return
+        named = self._named(record.host)
+        if not record.was_ready:
+            self._report(HostFailed(named, why))
+        record.num_losses += 1
+        record.public_key = b""
+        process = supervisor_of(record.host)
+        self._endpoint.forget(
+            process, Fault(f"{process}@{record.ticket}", "HostLost", process, why, self._clock.wall())
+        )
+        self._set_phase(record, HostPhase.LOST)
+        self._log.emit(Alert(f"{named} is lost: {why}"))
+
+    def _named(self, host: str) -> str:
+        _, hosts = split_hosts(read_hosts_file(Path(self._handover.config.cluster.on)))
+        machine = hosts[int(host.rpartition("-")[2]) - 1]
+        return f"{host} ({machine.name}, {machine.address})"
+
+    def _report(self, report: HostFailed) -> None:
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):
+            os.write(self._handover.report, msgspec.json.encode(report) + b"\n")
+
+    # The end.
+
+    def _on_lifeline(self) -> None:
+        """The run is over, or launcher and standby were killed: every host ends."""
+        self._endpoint.unwatch(self._handover.lifeline)
+        self._ending_at = self._clock.monotonic()
+
+    def _is_over(self) -> bool:
+        if self._ending_at is None:
+            return False
+        there = [each for each in self._records.values() if each.phase in (HostPhase.JOINED, HostPhase.READY)]
+        return not there or self._clock.monotonic() - self._ending_at > END_S
+
+
+class KeptHosts(msgspec.Struct, frozen=True):
+    """`hosts.json` of a run folder."""
+
+    job: str
+    hosts: tuple[HostRecord, ...]
+
+
+def main(arguments: list[str]) -> int:
+    """Body of the process."""
+    (descriptor,) = arguments
+    with os.fdopen(int(descriptor), "rb") as handed_over:
+        handover = msgspec.msgpack.decode(handed_over.read(), type=ManagerHandover)
+    for inherited in handover.descriptors:
+        os.set_inheritable(inherited, False)
+    own_session_and_log(HOST_MANAGER, RunFolder(handover.run_dir).log_file(HOST_MANAGER))
+    DISK_BUDGET.divide(handover.agents[0].num_processes)
+    try:
+        HostManager(handover).run()
+    except KintsugiError as error:
+        sys.stderr.write(f"{error}\n")
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):
+            os.write(handover.report, msgspec.json.encode(HostFailed("the hosts", str(error))) + b"\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,379 @@
+"""The supervisor of a host on another machine: the launcher's role for one host. An engine starts it with a ticket.
+
+    ticket ─► join (versions, GPUs, memory, clock) ─► files of the run ─► agent ─► (the run) ─► no process is left
+
+It joins the run through the host manager, copies the files of the run into a scratch folder, starts the agent with the
+same code as the launcher does (`launcher.py`), restarts it, and holds the lifelines of its processes. It sends
+heartbeats and the telemetry of its processes to the host manager.
+
+The host ends when its agent has ended in order, when the host manager says so, when this process gets SIGTERM, and when
+the host manager has not answered for `cluster.away_s`. A supervisor that is killed leaves nothing either: the lifelines
+end with it. Its scratch folder is removed at its end, or by the next supervisor on the same machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import shutil
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from kintsugi.cluster.backends.command import EngineCommand
+from kintsugi.cluster.file_mirror import FileReader
+from kintsugi.cluster.joining import (
+    HostHandover,
+    Ticket,
+    facts_of_this_host,
+    local_address,
+)
+from kintsugi.cluster.launcher import Launcher
+from kintsugi.cluster.namespaces import HostNamespaces
+from kintsugi.cluster.orphans import subreaper
+from kintsugi.cluster.run_files import SCRATCH, fill_in_scratch
+from kintsugi.errors import (
+    DeadlineExceeded,
+    IntegrityError,
+    KintsugiError,
+    RefusedError,
+    UserError,
+    WorldError,
+)
+from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_USER_ERROR
+from kintsugi.protocol.hosts import (
+    FetchFile,
+    FilePart,
+    HostBeat,
+    HostJoined,
+    HostOrders,
+    JoinHost,
+    MirrorFiles,
+    RunFile,
+)
+from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.descriptors import raise_descriptor_limit
+from kintsugi.runtime.disk import write_atomically
+from kintsugi.runtime.proc import process_start_time
+from kintsugi.runtime.processes import SystemProcesses
+from kintsugi.runtime.signals import Signals
+from kintsugi.transport import Endpoint, PendingReply, new_key_pair
+
+JOIN_S = 8.0
+"""Time for the host manager to answer a ticket."""
+FETCH_S = 60.0
+"""Time for one part of a file."""
+BEAT_S = 0.5
+MIRROR_S = 1.0
+ANSWER_S = 5.0
+"""Deadline of a heartbeat; the next one follows."""
+LAST_S = 5.0
+"""Time for the last telemetry and the last message of a host."""
+IMPORT_S = 120.0
+"""Time for the import of user code on trial."""
+RECORD = "supervisor.json"
+
+
+class ScratchRecord(msgspec.Struct, frozen=True):
+    """`supervisor.json` of a scratch folder: the process that uses it."""
+
+    pid: int
+    start_time: int
+
+
+def default_scratch() -> Path:
+    """Return the folder in which supervisors of this user make their scratch folders."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kintsugi" / "hosts"
+
+
+def supervise_host(ticket: Ticket, *, scratch: Path, detach: bool = False) -> int:
+    """Join the run of a ticket and supervise this host to its end; return the exit code. Main thread only.
+
+    With `detach` this returns 0 as soon as the host has joined, and a process in a session of its own goes on.
+    UserError or WorldError if it could not join.
+    """
+    scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+    remove_leftovers(scratch)
+    address = _address_for(ticket)
+    keys = new_key_pair()
+    handover = _join(ticket, keys=keys, address=address, scratch=scratch)
+    if detach and not _go_on_alone():
+        return 0
+    folder = scratch / f"{ticket.job}-{ticket.host}-{ticket.incarnation}"
+    try:
+        folder.mkdir(mode=0o700)
+        record = ScratchRecord(os.getpid(), process_start_time(os.getpid()) or 0)
+        write_atomically(folder / RECORD, msgspec.json.encode(record), durable=False)
+        return _HostSupervisor(ticket, handover, keys=keys, address=address, folder=folder).run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers(scratch: Path) -> None:
+    """Remove scratch folders whose supervisor was killed."""
+    for path in scratch.glob(f"*/{RECORD}"):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            record = msgspec.json.decode(path.read_bytes(), type=ScratchRecord)
+            if process_start_time(record.pid) != record.start_time:
+                shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _address_for(ticket: Ticket) -> str:
+    """Return the address of this host's interface that reaches the host manager."""
+    there = ticket.manager.address.removeprefix("tcp://").rpartition(":")[0]
+    try:
+        return local_address(there)
+    except OSError as error:
+        raise WorldError(f"no route to the launcher at {there}: {error.strerror or error}") from error
+
+
+def _join(ticket: Ticket, *, keys: tuple[bytes, bytes], address: str, scratch: Path) -> HostHandover:
+    """Redeem the ticket. UserError with the reason if this host is refused."""
+    keys_of_ticket = ticket.public_key, ticket.secret_key
+    endpoint = _endpoint(ticket, keys=keys_of_ticket, incarnation=ticket.first_incarnation)
+    try:
+        facts = facts_of_this_host(address=address, scratch=scratch)
+        join = JoinHost(facts, keys[0])
+        joined = endpoint.call(ticket.manager.process, join, deadline_s=JOIN_S).body
+        assert isinstance(joined, HostJoined), joined
+        return msgspec.msgpack.decode(joined.handover, type=HostHandover)
+    except DeadlineExceeded as error:
+        raise WorldError(
+            f"the launcher at {ticket.manager.address} did not answer for {JOIN_S:g} s: its port may be closed, or the "
+            "ticket may be of another run, or used"
+        ) from error
+    except WorldError as error:
+        cause = error.cause
+        raise UserError(cause.message if cause is not None else str(error)) from error
+    finally:
+        endpoint.close()
+
+
+def _endpoint(ticket: Ticket, *, keys: tuple[bytes, bytes], incarnation: str) -> Endpoint:
+    endpoint = Endpoint(
+        job=ticket.job,
+        process=ticket.process,
+        incarnation=incarnation,
+        public_key=keys[0],
+        secret_key=keys[1],
+    )
+    endpoint.admit(ticket.manager)
+    return endpoint
+
+
+def _go_on_alone() -> bool:
+    """Continue in a process without terminal and parent; False in the one that was started."""
+    if os.fork() > 0:
+        return False
+    os.setsid()
+    if os.fork() > 0:
+        os._exit(0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nothing, standard)
+    os.close(nothing)
+    return True
+
+
+class _HostSupervisor:
+    """One host from its handover to its end."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        handover: HostHandover,
+        *,
+        keys: tuple[bytes, bytes],
+        address: str,
+        folder: Path,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._ticket, self._handover, self._address = ticket, handover, address
+        self._folder, self._clock = folder, clock
+        self._endpoint = _endpoint(ticket, keys=keys, incarnation=ticket.incarnation)
+        self._link = _Link(self._endpoint, ticket, folder=folder, away_s=handover.away_s, clock=clock)
+
+    def run(self) -> int:
+        failure = ""
+        try:
+            with ExitStack() as stack:
+                stack.callback(os.umask, os.umask(0o077))
+                resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+                self._fetch_files()
+                self._check_imports()
+                stack.enter_context(subreaper())
+                code = self._run_agent(stack)
+        except (KintsugiError, OSError) as error:
+            failure, code = f"{error}", EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ERROR
+        self._link.finish(self._link.failure or failure)
+        self._endpoint.close()
+        return code
+
+    def _run_agent(self, stack: ExitStack) -> int:
+        own, handover = self._handover.bootstrap, self._handover
+        raise_descriptor_limit(own.num_processes)
+        paths = [str(self._folder / path) for path in handover.python_path]
+        if paths:
+            os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+        signals = Signals(signal.SIGINT, signal.SIGTERM)
+        stack.callback(signals.close)
+        place = HostNamespaces(own.host, address=self._address)
+        launcher = Launcher(
+            run_dir=self._folder,
+            signals=signals,
+            processes=SystemProcesses(),
+            start_timeout_s=handover.start_timeout_s,
+            standby=None,
+            own=self._ticket.process,
+        )
+        stack.callback(launcher.clean_up)
+        bootstrap = msgspec.structs.replace(own, run_dir=str(self._folder), bind=place.bind)
+        launcher.add_agent(bootstrap, programs=handover.programs, spares=handover.spares, place=place)
+
+        def tick() -> None:
+            self._link.ready = launcher.is_ready
+            if self._link.tick():
+                launcher.close_agents()
+
+        return launcher.run(tick)
+
+    def _fetch_files(self) -> None:
+        for file in self._handover.files:
+            target = self._folder / file.path
+            assert target.resolve().is_relative_to(self._folder.resolve()), file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._fetch(file, target)
+            if file.modified_ns:
+                os.utime(target, ns=(file.modified_ns, file.modified_ns))
+
+    def _fetch(self, file: RunFile, target: Path) -> None:
+        """Copy one file and compare its digest; files that name the scratch folder get its path."""
+        digest, offset = xxhash.xxh3_128(), 0
+        with target.open("wb") as output:
+            while offset < file.size:
+                reply = self._endpoint.call(
+                    self._ticket.manager.process, FetchFile(file.digest, offset), deadline_s=FETCH_S
+                )
+                part = reply.expect(FilePart).content
+                if not part:
+                    break
+                digest.update(part)
+                output.write(part)
+                offset += len(part)
+                self._link.heard()
+        if digest.hexdigest() != file.digest:
+            raise IntegrityError(
+                f"{file.path}: expected the file of xxh3 {file.digest}, got {digest.hexdigest()}"
+            )
+        if not file.modified_ns and SCRATCH.encode() in (contents := target.read_bytes()):
+            target.write_bytes(fill_in_scratch(contents, self._folder))
+
+    def _check_imports(self) -> None:
+        """Import the user's code in a process of its own, so that a missing package is named before the run begins."""
+        named = [path.replace(SCRATCH, str(self._folder)) for path in self._handover.imports]
+        if not named:
+            return
+        program = (
+            "import sys; from kintsugi.runtime.user_modules import import_object\n"
+            "for path in sys.argv[1:]: import_object(path, field='user code')"
+        )
+        folders = [str(self._folder / path) for path in self._handover.python_path]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]),
+        }
+        trial = EngineCommand([sys.executable, "-P", "-c", program, *named], environment=environment)
+        trial.close(timeout_s=IMPORT_S, keep_output=True)
+        if trial.status != 0:
+            raise UserError(trial.explain().partition(": ")[2] or trial.explain())
+
+
+class _Link:
+    """The supervisor's side of its connection to the host manager. Never blocks before `finish`."""
+
+    def __init__(
+        self, endpoint: Endpoint, ticket: Ticket, *, folder: Path, away_s: float, clock: Clock
+    ) -> None:
+        self._endpoint, self._manager, self._clock = endpoint, ticket.manager.process, clock
+        self._away_s = away_s
+        self._reader = FileReader(folder)
+        self._heard_at = clock.monotonic()
+        self._beat: PendingReply | None = None
+        self._mirror: PendingReply | None = None
+        self._beat_at = self._mirror_at = -math.inf
+        self._is_over = False
+        self.ready = False
+        self.failure = ""
+        """Why this host ends before the run does; empty if it was told to."""
+
+    def heard(self) -> None:
+        """The host manager has answered."""
+        self._heard_at = self._clock.monotonic()
+
+    def tick(self) -> bool:
+        """Send what is due and take answers; whether this host has to end."""
+        self._endpoint.poll(0.0)
+        now = self._clock.monotonic()
+        self._take_beat()
+        self._take_mirror()
+        if self._beat is None and now >= self._beat_at:
+            self._beat_at = now + BEAT_S
+            self._beat = self._ask(HostBeat(ready=self.ready, wall=self._clock.wall()), deadline_s=ANSWER_S)
+        if self._mirror is None and now >= self._mirror_at:
+            self._mirror_at = now + MIRROR_S
+            self._send_files()
+        if now - self._heard_at > self._away_s and not self._is_over:
+            self.failure = f"the launcher has not answered for {self._away_s:g} s (cluster.away_s)"
+            self._is_over = True
+        return self._is_over
+
+    def _ask(self, body: HostBeat | MirrorFiles, *, deadline_s: float) -> PendingReply:
+        return self._endpoint.request(self._manager, body, deadline_s=deadline_s)
+
+    def _take_beat(self) -> None:
+        if self._beat is None or not self._beat.done:
+            return
+        beat, self._beat = self._beat, None
+        try:
+            orders = beat.result().expect(HostOrders)
+        except (DeadlineExceeded, WorldError) as error:
+            if isinstance(error, RefusedError):
+                self.failure, self._is_over = f"another supervisor has taken this host over: {error}", True
+            return
+        self.heard()
+        self._is_over = self._is_over or orders.end
+
+    def _send_files(self) -> None:
+        parts = self._reader.next_parts()
+        if parts:
+            sizes = {name: len(content) for name, content in parts.items()}
+            self._mirror = self._ask(MirrorFiles(sizes, b"".join(parts.values())), deadline_s=FETCH_S)
+
+    def _take_mirror(self) -> None:
+        if self._mirror is None or not self._mirror.done:
+            return
+        mirror, self._mirror = self._mirror, None
+        with contextlib.suppress(WorldError):
+            mirror.result()
+            self._reader.taken()
+            self._mirror_at = -math.inf  # There may be more.
+
+    def finish(self, failure: str) -> None:
+        """Send the rest of the telemetry and the last message, as far as the host manager answers in time."""
+        until = self._clock.monotonic() + LAST_S
+        with contextlib.suppress(WorldError):
+            while self._clock.monotonic() < until:
+                if self._mirror is None:
+                    self._send_files()
+                if self._mirror is None:
+                    break
+                self._endpoint.poll(0.1)
+                self._take_mirror()
+            last = HostBeat(ended=True, failure=failure[-2000:], wall=self._clock.wall())
+            self._endpoint.call(self._manager, last, deadline_s=LAST_S)

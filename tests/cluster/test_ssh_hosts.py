@@ -1,0 +1,274 @@
+"""Runs over ssh, on hosts of their own that do not see the run folder, end in the bits of a run on one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kintsugi.run_folder.reader import Launcher, read_summary
+from kintsugi.telemetry.events import Alert, read_events
+from tests.cluster import ssh_hosts
+from tests.cluster.ssh_hosts import SshHosts
+from tests.cluster.tiny_runs import until
+from tests.docs.pages import ROOT, blocks_of
+
+RECIPE = Path(__file__).with_name("recipe.yaml")
+LONGEST_S = 150.0
+REWARDS = """
+import time
+
+def odd_digits(completions, **columns):
+    time.sleep(0.1)
+    return [sum(character in "13579" for character in text) / (len(text) or 1) for text in completions]
+"""
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        ssh_hosts.missing() is not None, reason=f"hosts with an sshd can not be had: {ssh_hosts.missing()}"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    made = SshHosts(tmp_path_factory.mktemp("ssh"), count=3)
+    (made.runs / "rewards.py").write_text(REWARDS)
+    recipe = RECIPE.read_text().replace("gated_rewards.odd_digits", "rewards.py:odd_digits")
+    (made.runs / "recipe.yaml").write_text(recipe)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def weights_of_one_machine(machines: SshHosts) -> str:
+    code, output = machines.ask("train", "recipe.yaml", f"run_dir={machines.runs}/alone", timeout_s=LONGEST_S)
+    assert code == 0, output
+    return weights_of(machines.runs / "alone")
+
+
+def weights_of(run_dir: Path) -> str:
+    summary = read_summary(run_dir)
+    assert summary is not None
+    assert summary.weights_sha256
+    return summary.weights_sha256
+
+
+def start(machines: SshHosts, name: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
+    run_dir = machines.runs / name
+    hosts_file = str(machines.hosts_file())
+    command = machines.start("train", "recipe.yaml", f"run_dir={run_dir}", "--on", hosts_file, *overrides)
+    return command, run_dir
+
+
+def finish(command: subprocess.Popen[str]) -> None:
+    output, errors = command.communicate(timeout=LONGEST_S)
+    assert command.returncode == 0, output + errors
+
+
+def wait_for_step(run_dir: Path, step: int, command: subprocess.Popen[str]) -> None:
+    """Wait until so many lines of metrics are committed."""
+    metrics = run_dir / "metrics.jsonl"
+
+    def is_there() -> bool:
+        assert command.poll() is None, command.communicate()
+        return metrics.exists() and len(metrics.read_text().splitlines()) >= step
+
+    until(is_there, f"step {step}", timeout_s=LONGEST_S)
+
+
+def pid_of(machines: SshHosts, text: str) -> int:
+    (pid,) = [pid for pid, command in machines.pids().items() if text in command]
+    return pid
+
+
+def test_three_hosts_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any(
+    machines: SshHosts, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(machines, "undisturbed")
+    wait_for_step(run_dir, 2, command)
+    assert all(machines.scratch_of(place.name) for place in machines.places)
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    # Written by a rank that does not see the run folder, and telemetry of every process.
+    assert (run_dir / "checkpoints" / "step-000007" / "trainer.safetensors").exists()
+    for process in ("model-0", "model-1", "server-1", "rollout-1", "agent-3"):
+        assert (run_dir / "events" / f"{process}.jsonl").stat().st_size > 0
+        assert (run_dir / "figures" / f"{process}.jsonl").stat().st_size > 0
+    assert not (run_dir / "hosts.json").exists()
+    machines.assert_nothing_left()
+
+
+def test_a_killed_agent_and_a_link_that_is_cut_for_five_seconds_change_no_bit(
+    machines: SshHosts, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(machines, "cut")
+    wait_for_step(run_dir, 2, command)
+    os.kill(pid_of(machines, "kintsugi.cluster.agent agent-1 "), signal.SIGKILL)
+    wait_for_step(run_dir, 4, command)
+    machines.drop("host-2")
+    try:
+        time.sleep(5)  # The fault itself.
+    finally:
+        machines.heal("host-2")
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    ends = [
+        record for record in read_events(run_dir, process="supervisor-1") if "SIGKILL" in str(record.event)
+    ]
+    assert ends, "the supervisor has seen its agent killed"
+    machines.assert_nothing_left()
+
+
+def test_a_host_that_is_powered_off_for_good_changes_no_bit(
+    machines: SshHosts, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(machines, "off")
+    wait_for_step(run_dir, 3, command)
+    machines.power_off("host-3")
+    try:
+        finish(command)
+    finally:
+        machines.power_on("host-3")
+    assert weights_of(run_dir) == weights_of_one_machine
+    machines.assert_nothing_left()
+
+
+def test_a_link_that_loses_one_direction_for_good_ends_that_host_by_itself(
+    machines: SshHosts, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(machines, "one-way", "cluster.away_s=20")
+    wait_for_step(run_dir, 3, command)
+    machines.drop("host-2", from_head=False)
+    try:
+        finish(command)
+        assert weights_of(run_dir) == weights_of_one_machine
+        # The far side can not be told; it ends because it hears no answer.
+        machines.assert_nothing_left(timeout_s=60.0)
+    finally:
+        machines.heal("host-2")
+    events = [record.event for record in read_events(run_dir, process="host_manager-0")]
+    assert any(isinstance(event, Alert) and "host-2" in event.message for event in events)
+
+
+def test_a_killed_launcher_and_a_killed_host_manager_are_survived(
+    machines: SshHosts, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(machines, "launcher")
+    wait_for_step(run_dir, 2, command)
+    record = msgspec.json.decode((run_dir / "launcher.json").read_bytes(), type=Launcher)
+    os.kill(record.pid, signal.SIGKILL)
+    wait_for_step(run_dir, 4, command)
+    os.kill(pid_of(machines, "kintsugi.cluster.host_manager "), signal.SIGKILL)
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    machines.assert_nothing_left()
+
+
+def test_launcher_and_standby_killed_together_leave_nothing_on_any_host_and_the_run_can_be_resumed(
+    machines: SshHosts, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(machines, "both")
+    wait_for_step(run_dir, 5, command)
+    record = msgspec.json.decode((run_dir / "launcher.json").read_bytes(), type=Launcher)
+    for pid in (record.pid, record.standby_pid):
+        os.kill(pid, signal.SIGKILL)
+    command.communicate(timeout=LONGEST_S)
+    assert command.returncode != 0
+    machines.assert_nothing_left(timeout_s=30.0)
+    assert any((run_dir / "checkpoints").glob("step-*")), "there is something to fetch"
+    code, output = machines.ask("resume", str(run_dir), timeout_s=LONGEST_S)
+    assert code == 0, output
+    assert weights_of(run_dir) == weights_of_one_machine
+    machines.assert_nothing_left()
+
+
+WRONG = {
+    "unreachable": ("host-9-machine 10.77.0.99", "10.77.0.99"),
+    "too few GPUs": ("gpus=8", "expected 8 GPUs, as the hosts file says, found 0"),
+    "too little memory": ("memory_gib=100000", "GiB of memory, as the hosts file says"),
+    "no such interpreter": ("python=/nowhere/python", "/nowhere/python"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_host_that_can_not_take_part_is_named_within_seconds_and_nothing_is_left(
+    machines: SshHosts, what: str
+) -> None:
+    line, said = WRONG[what]
+    path = machines.hosts_file(line if "=" in line else "", name="wrong.txt")
+    if "=" not in line:
+        path.write_text(path.read_text() + line + "\n")
+    since = time.monotonic()
+    run_dir = machines.runs / what.replace(" ", "-")
+    code, output = machines.ask("train", "recipe.yaml", f"run_dir={run_dir}", "--on", str(path))
+    assert code != 0
+    assert said in output and "host-" in output, output
+    assert time.monotonic() - since < 40.0
+    machines.assert_nothing_left()
+
+
+def test_another_version_is_refused_with_both_sides_named(machines: SshHosts) -> None:
+    other = machines.runs.parent / "keys" / "other-python"
+    site = machines.runs.parent / "keys" / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import kintsugi\nkintsugi.__version__ = '9.9.9'\n")
+    other.write_text(machines.python.read_text().replace("PYTHONPATH=", f"PYTHONPATH={site}:"))
+    other.chmod(0o755)
+    path = machines.hosts_file(name="other.txt", python=other)
+    code, output = machines.ask("train", "recipe.yaml", f"run_dir={machines.runs}/other", "--on", str(path))
+    assert code != 0
+    assert "expected kintsugi 0.1.0, as on the launcher's machine, found 9.9.9" in output
+    code, output = machines.ask("hosts", "--on", str(path))
+    assert code == 1 and "found 9.9.9" in output
+    machines.assert_nothing_left()
+
+
+def test_a_package_that_is_missing_on_a_host_is_named_before_the_run_begins(machines: SshHosts) -> None:
+    (machines.runs / "importing.py").write_text(
+        "import pathlib\n"
+        f"assert pathlib.Path({str(machines.runs / 'recipe.yaml')!r}).exists(), 'only importable on one machine'\n"
+        + REWARDS
+    )
+    code, output = machines.ask(
+        "train",
+        "recipe.yaml",
+        f"run_dir={machines.runs}/importing",
+        "algorithm.reward=[importing.py:odd_digits]",
+        "--on",
+        str(machines.hosts_file()),
+    )
+    assert code != 0
+    assert "only importable on one machine" in output
+    machines.assert_nothing_left()
+
+
+def test_hosts_shows_every_host_and_what_it_has(machines: SshHosts) -> None:
+    code, output = machines.ask("hosts", "--on", str(machines.hosts_file()))
+    assert code == 0, output
+    for place in machines.places:
+        assert (
+            f"{place.name}-machine" in output
+            and f"reaches {machines.head.address} from {place.address}" in output
+        )
+
+
+def test_the_page_about_clusters_can_be_followed_line_by_line(machines: SshHosts) -> None:
+    page = ROOT / "docs" / "cluster.md"
+    for block in blocks_of(page):
+        if block.attributes.get("title") == "hosts.txt":
+            there = f" python={machines.python} scratch={machines.runs}/scratch"
+            lines = [line if line.startswith("#") else line + there for line in block.body.splitlines()]
+            (machines.runs / "hosts.txt").write_text("\n".join(lines))
+        for command, _ in block.commands if block.kind == "console" else ():
+            code, output = machines.ask(*command.split()[1:], timeout_s=LONGEST_S)
+            assert code == 0, output
+    machines.assert_nothing_left()

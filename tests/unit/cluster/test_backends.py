@@ -1,0 +1,184 @@
+"""The contract of a back end (`cluster/backends/contract.py`), for every implementation that can run here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kintsugi.cluster.backends.contract import Backend, HostCame, HostEvent, HostOrder, HostWent
+from kintsugi.cluster.backends.local import LocalBackend
+from kintsugi.simulation.backend import SimulatedBackend
+from kintsugi.simulation.world import World
+
+LONGEST_S = 20.0
+SUPERVISOR = 'read ticket; echo "$ticket $$" >> "$0"; exec sleep 600'
+"""Stands for a supervisor: writes its ticket and its pid to a file, then stays."""
+
+
+class Engine(ABC):
+    """One implementation with what the tests need around it."""
+
+    backend: Backend
+
+    @abstractmethod
+    def running(self) -> dict[str, object]:
+        """Host → what identifies its supervisor, for those that run."""
+
+    @abstractmethod
+    def lose(self, host: str) -> None:
+        """End the supervisor of a host as a power cut does."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Let some time pass."""
+
+    def until(self, *wanted: tuple[type, str]) -> list[HostEvent]:
+        """Poll until these events have been told; return all."""
+        told: list[HostEvent] = []
+        deadline = time.monotonic() + LONGEST_S
+        while not set(wanted) <= {(type(event), event.host) for event in told}:
+            assert time.monotonic() < deadline, f"waited for {wanted}, told {told}"
+            self.advance()
+            told += self.backend.poll()
+        return told
+
+
+class LocalEngine(Engine):
+    def __init__(self, folder: Path) -> None:
+        self._tickets = folder / "tickets"
+        self._tickets.touch()
+        self.backend = LocalBackend(["sh", "-c", SUPERVISOR, str(self._tickets)])
+
+    def running(self) -> dict[str, object]:
+        lines = [line.split() for line in self._tickets.read_text().splitlines()]
+        return {host: int(pid) for host, pid in lines if Path(f"/proc/{pid}").exists()}
+
+    def lose(self, host: str) -> None:
+        pid = self.running()[host]
+        assert isinstance(pid, int)
+        os.kill(pid, signal.SIGKILL)
+
+    def advance(self) -> None:
+        time.sleep(0.01)
+
+
+class SimulatedEngine(Engine):
+    def __init__(self) -> None:
+        self._world = World(seed=3)
+        self._simulated = SimulatedBackend(self._world, num_machines=4)
+        self.backend = self._simulated
+
+    def running(self) -> dict[str, object]:
+        return dict(self._simulated.running)
+
+    def lose(self, host: str) -> None:
+        self._simulated.lose(host)
+
+    def advance(self) -> None:
+        self._world.turn()
+
+
+@pytest.fixture(params=["local", "simulated"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    made: Engine = LocalEngine(tmp_path) if request.param == "local" else SimulatedEngine()
+    yield made
+    made.backend.give_back(timeout_s=5.0)
+
+
+HOSTS = ("host-1", "host-2", "host-3")
+
+
+def orders(*hosts: str) -> list[HostOrder]:
+    """The ticket of each host is its name, so that a test can see which one arrived."""
+    return [HostOrder(host, f"{host}\n".encode()) for host in hosts]
+
+
+def started(engine: Engine) -> dict[str, object]:
+    engine.backend.start(orders(*HOSTS))
+    engine.until(*((HostCame, host) for host in HOSTS))
+    deadline = time.monotonic() + LONGEST_S
+    while len(engine.running()) < len(HOSTS):
+        assert time.monotonic() < deadline
+        engine.advance()
+    return engine.running()
+
+
+def test_each_ordered_host_comes_once_with_its_own_ticket(engine: Engine) -> None:
+    assert started(engine).keys() == set(HOSTS)
+    assert engine.backend.poll() == []
+
+
+def test_a_lost_host_is_told_and_the_others_go_on(engine: Engine) -> None:
+    before = started(engine)
+    engine.lose("host-2")
+    told = engine.until((HostWent, "host-2"))
+    assert [event.host for event in told] == ["host-2"]
+    assert all(event.why for event in told if isinstance(event, HostWent))
+    assert engine.running() == {host: before[host] for host in ("host-1", "host-3")}
+
+
+def test_one_host_is_replaced_and_the_others_keep_their_supervisors(engine: Engine) -> None:
+    before = started(engine)
+    engine.lose("host-2")
+    engine.until((HostWent, "host-2"))
+    engine.backend.replace(orders("host-2")[0])
+    engine.until((HostCame, "host-2"))
+    deadline = time.monotonic() + LONGEST_S
+    while engine.running().keys() != set(HOSTS):
+        assert time.monotonic() < deadline
+        engine.advance()
+    after = engine.running()
+    assert {host: after[host] for host in ("host-1", "host-3")} == {
+        host: before[host] for host in ("host-1", "host-3")
+    }
+    assert after["host-2"] != before["host-2"]
+
+
+def test_a_host_can_be_replaced_before_its_engine_has_noticed_its_loss(engine: Engine) -> None:
+    before = started(engine)
+    engine.lose("host-1")
+    engine.backend.replace(orders("host-1")[0])
+    engine.until((HostCame, "host-1"))
+    deadline = time.monotonic() + LONGEST_S
+    while engine.running().keys() != set(HOSTS):
+        assert time.monotonic() < deadline
+        engine.advance()
+    assert engine.running()["host-1"] != before["host-1"]
+
+
+def test_nothing_is_left_after_all_was_given_back_and_it_may_be_given_back_twice(engine: Engine) -> None:
+    started(engine)
+    engine.backend.give_back(timeout_s=5.0)
+    assert engine.running() == {}
+    engine.backend.give_back(timeout_s=5.0)
+    assert [event for event in engine.backend.poll() if isinstance(event, HostCame)] == []
+
+
+def test_a_supervisor_that_can_not_be_executed_is_told_by_name() -> None:
+    backend = LocalBackend(["/nowhere/supervisor"])
+    backend.start(orders("host-1"))
+    (event,) = backend.poll()
+    assert event == HostWent("host-1", "/nowhere/supervisor: No such file or directory")
+
+
+def test_the_last_line_of_a_supervisor_that_refused_is_the_reason() -> None:
+    backend = LocalBackend(["sh", "-c", "echo first; echo no torch here >&2; exit 2"])
+    backend.start(orders("host-1"))
+    deadline = time.monotonic() + LONGEST_S
+    told: list[HostEvent] = []
+    while not any(isinstance(event, HostWent) for event in told):
+        assert time.monotonic() < deadline
+        told += backend.poll()
+    assert told[-1] == HostWent("host-1", "no torch here")
+
+
+def test_a_simulated_engine_without_a_free_machine_says_so() -> None:
+    backend = SimulatedBackend(World(seed=1), num_machines=1)
+    backend.start(orders("host-1", "host-2"))
+    assert backend.poll() == [HostWent("host-2", "no machine is free")]
