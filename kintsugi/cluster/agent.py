@@ -155,12 +155,7 @@ class Agent:
             segments=OwnSegments(self._segments),
             emit=self._monitor.log.emit,
         )
-        self._checkpoints = (
-            CheckpointReceiver(self._endpoint, RunFolder(own.run_dir).checkpoints_folder)
-            if handover.master is not None
-            else None
-        )
-        """For ranks of hosts that do not have the run folder; None where this agent is not beside the master."""
+        self._checkpoints = self._checkpoint_receiver()
         self._factory = ProcessFactory(
             self._endpoint,
             parent=self,
@@ -172,6 +167,12 @@ class Agent:
             lifeline=handover.children_lifeline_read,
             clock=clock,
         )
+
+    def _checkpoint_receiver(self) -> CheckpointReceiver | None:
+        """For ranks of hosts that do not have the run folder; None where this agent is not beside the master."""
+        if self._handover.master is None:
+            return None
+        return CheckpointReceiver(self._endpoint, RunFolder(self._own.run_dir).checkpoints_folder)
 
     def run(self) -> int:
         """Run until all children have ended; return the exit code, which is the master's where there is one."""

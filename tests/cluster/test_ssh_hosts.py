@@ -128,6 +128,7 @@ def test_a_killed_agent_and_a_link_that_is_cut_for_five_seconds_change_no_bit(
     machines.assert_nothing_left()
 
 
+@pytest.mark.hosts
 def test_a_host_that_is_powered_off_for_good_changes_no_bit(
     machines: SshHosts, weights_of_one_machine: str
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_host_that_is_powered_off_for_good_changes_no_bit(
     machines.assert_nothing_left()
 
 
+@pytest.mark.hosts
 def test_a_link_that_loses_one_direction_for_good_ends_that_host_by_itself(
     machines: SshHosts, weights_of_one_machine: str
 ) -> None:
@@ -159,6 +161,7 @@ def test_a_link_that_loses_one_direction_for_good_ends_that_host_by_itself(
     assert any(isinstance(event, Alert) and "host-2" in event.message for event in events)
 
 
+@pytest.mark.hosts
 def test_a_killed_launcher_and_a_killed_host_manager_are_survived(
     machines: SshHosts, weights_of_one_machine: str
 ) -> None:
@@ -173,6 +176,7 @@ def test_a_killed_launcher_and_a_killed_host_manager_are_survived(
     machines.assert_nothing_left()
 
 
+@pytest.mark.hosts
 def test_launcher_and_standby_killed_together_leave_nothing_on_any_host_and_the_run_can_be_resumed(
     machines: SshHosts, weights_of_one_machine: str
 ) -> None:
@@ -216,6 +220,7 @@ def test_a_host_that_can_not_take_part_is_named_within_seconds_and_nothing_is_le
     machines.assert_nothing_left()
 
 
+@pytest.mark.hosts
 def test_another_version_is_refused_with_both_sides_named(machines: SshHosts) -> None:
     other = machines.runs.parent / "keys" / "other-python"
     site = machines.runs.parent / "keys" / "site"
@@ -232,6 +237,7 @@ def test_another_version_is_refused_with_both_sides_named(machines: SshHosts) ->
     machines.assert_nothing_left()
 
 
+@pytest.mark.hosts
 def test_a_package_that_is_missing_on_a_host_is_named_before_the_run_begins(machines: SshHosts) -> None:
     (machines.runs / "importing.py").write_text(
         "import pathlib\n"
@@ -261,6 +267,7 @@ def test_hosts_shows_every_host_and_what_it_has(machines: SshHosts) -> None:
         )
 
 
+@pytest.mark.hosts
 def test_the_page_about_clusters_can_be_followed_line_by_line(machines: SshHosts) -> None:
     page = ROOT / "docs" / "cluster.md"
     for block in blocks_of(page):

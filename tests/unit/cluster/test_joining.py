@@ -132,9 +132,7 @@ def test_whole_lines_of_a_host_are_appended_once_and_in_order(tmp_path: Path) ->
     def mirror(*, arrives: bool = True) -> None:
         parts = reader.next_parts()
         if parts and arrives:
-            writer.append(
-                {name: len(part) for name, part in parts.items()}, b"".join(parts.values())
-            )
+            writer.append({name: len(part) for name, part in parts.items()}, b"".join(parts.values()))
             reader.taken()
 
     file.write_bytes(b'{"a": 1}\n{"b"')
