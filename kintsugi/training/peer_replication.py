@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from torch import Tensor
 
 from kintsugi.checkpoint.snapshot import SlotHeader
 from kintsugi.dataplane.rate_limit import RateLimit
-from kintsugi.model.tensor_file import PIECE_BYTES, view_of
+from kintsugi.model.arrays import Array, dtype_name
+from kintsugi.model.tensor_file import PIECE_BYTES
 from kintsugi.process.membership import ShuttingDown
 from kintsugi.process.shell import ReplyHandle
 from kintsugi.protocol.membership import Ok
@@ -30,7 +30,7 @@ from kintsugi.telemetry.events import OperationFailed
 from kintsugi.training.snapshots import CopyCounters, SlotHold, state_fetched
 from kintsugi.transport import Blob, chunks
 from kintsugi.types import Peer, Piece, PieceKind, WeightManifest
-from kintsugi.weights.manifest import layout, layout_size, manifest_of
+from kintsugi.weights.manifest import layout, layout_size, manifest_of, tensor_bytes
 from kintsugi.weights.publish import WHOLE_MODEL
 
 KEEP_TIMEOUT_S = 120.0
@@ -45,23 +45,23 @@ Send = Callable[[str, KeepState, Sequence[Blob]], ReplyHandle]
 """Send pieces of a state to an agent without waiting for its answer; may be called by any thread."""
 
 
-def describe_state(tensors: Mapping[str, Tensor], *, step: int) -> WeightManifest:
+def describe_state(tensors: Mapping[str, Array], *, step: int) -> WeightManifest:
     """Describe a state in host memory, in the order of names. Large tensors are cut into pieces of some rows, so that
     neither a message nor the memory that it needs on either side is large."""
     pieces: list[Piece] = []
     for name, offset, size in layout(tensors):
         tensor = tensors[name]
         for start, stop in _rows(tuple(tensor.shape), size=size):
-            rows = ((start, stop),) if tensor.dim() else ()
+            rows = ((start, stop),) if tensor.shape else ()
             piece = Piece(
                 name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
+                dtype=dtype_name(tensor),
                 shape=tuple(tensor.shape),
                 slice=(*rows, *((0, extent) for extent in tensor.shape[1:])),
                 mesh=dict(WHOLE_MODEL),
                 kind=PieceKind.FULL,
                 offset=offset,
-                size=size if not tensor.dim() else size // max(1, tensor.shape[0]) * (stop - start),
+                size=size if not tensor.shape else size // max(1, tensor.shape[0]) * (stop - start),
                 digest="",
             )
             first, _ = piece_range(piece)
@@ -77,10 +77,10 @@ def piece_range(piece: Piece) -> tuple[int, int]:
     return first, first + piece.size
 
 
-def piece_bytes(tensor: Tensor, piece: Piece) -> memoryview:
+def piece_bytes(tensor: Array, piece: Piece) -> memoryview:
     """Bytes of a piece, as a view of its tensor, which is in host memory."""
     first, last = piece_range(piece)
-    return view_of(tensor.cpu())[first:last]
+    return tensor_bytes(tensor)[first:last]
 
 
 def _rows(shape: tuple[int, ...], *, size: int) -> Iterator[tuple[int, int]]:
@@ -114,7 +114,7 @@ class StateCopy:
 
     counters: CopyCounters
     digest: str
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Array]
     header: Callable[[], SlotHeader | None]
     """Wait until the slot is completely written, then return its header."""
     hold: SlotHold

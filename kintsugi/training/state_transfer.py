@@ -7,18 +7,18 @@ into a slot of the other. Separate from `peer_replication.py`, which `state.py` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-
-from torch import Tensor
+from typing import Any
 
 from kintsugi.errors import RefusedError
-from kintsugi.model.tensor_file import TensorPlace, stored_dtype, view_of
+from kintsugi.model.arrays import Array, is_on_accelerator, view_of
+from kintsugi.model.tensor_file import TensorPlace, stored_dtype
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import FetchState, StateFetched
 from kintsugi.protocol.weights import WeightsFetched
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.training.peer_replication import describe_state, piece_bytes, piece_range
+from kintsugi.training.rank_state import RankState
 from kintsugi.training.snapshots import CopyCounters, counters_of, state_fetched
-from kintsugi.training.state import TrainingState
 from kintsugi.transport import Blob, Reply, chunks
 from kintsugi.types import Piece, StreamSource, WeightManifest
 from kintsugi.weights.transports.stream import Pull, StreamAnswered
@@ -30,9 +30,9 @@ Ask = Callable[[str, Body], Reply]
 class StateSource:
     """Serves the committed state of this rank from its snapshot, while another rank fetches it."""
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: RankState) -> None:
         self._state = state
-        self._served: tuple[WeightManifest, Mapping[str, Tensor]] | None = None
+        self._served: tuple[WeightManifest, Mapping[str, Array]] | None = None
 
     def answer(self, request: FetchState) -> tuple[Body, Sequence[Blob]]:
         """Return the manifest, or the bytes of the requested pieces."""
@@ -75,10 +75,10 @@ class FetchedState:
             for piece in manifest.pieces
         }
 
-    def read(self, into: Mapping[str, Tensor]) -> None:
+    def read(self, into: Mapping[str, Array]) -> None:
         """Fill tensors of the same names, dtypes and shapes; every piece is verified."""
         # Pieces arrive in host memory. Reference weights on a device are the only ones that need memory in between.
-        targets = {name: tensor.cpu() if tensor.is_cuda else tensor for name, tensor in into.items()}
+        targets = {name: _in_host_memory(array) for name, array in into.items()}
         views = {name: view_of(tensor) for name, tensor in targets.items()}
 
         def place(piece: Piece) -> memoryview:
@@ -94,9 +94,14 @@ class FetchedState:
                 self._ask(process, FetchState(self._manifest.step, request.pieces, self._owner))
             ),
         ).run()
-        for name, tensor in into.items():
-            if tensor.is_cuda:
-                tensor.copy_(targets[name])
+        for name, array in into.items():
+            if targets[name] is not array:
+                array[...] = targets[name]
+
+
+def _in_host_memory(array: Any) -> Array:
+    """An array itself, or a copy of a tensor on an accelerator."""
+    return array.cpu() if is_on_accelerator(array) else array
 
 
 def fetch_state(step: int, *, replica: str, ask: Ask, owner: str = "") -> tuple[FetchedState, CopyCounters]:

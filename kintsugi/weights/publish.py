@@ -7,9 +7,10 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kintsugi.errors import RefusedError, WorldError
+from kintsugi.model.arrays import Array
 from kintsugi.protocol.weights import FetchWeights, Publish, WeightsFetched
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.telemetry.events import Alert, Event
@@ -25,9 +26,6 @@ from kintsugi.weights.transports.shared_memory import (
     unlock,
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 WHOLE_MODEL: Mapping[str, int] = {"dp": 0, "tp": 0, "pp": 0}
 
 
@@ -40,7 +38,7 @@ class VersionLayout:
     pieces: Mapping[int, Piece]
     """By their index among all pieces of the version."""
     buffer: memoryview | None
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Array]
     """Tensors in the accelerator's memory, if there is no buffer."""
 
     def bytes_of(self, index: int) -> memoryview:
@@ -66,7 +64,7 @@ class PublishTransport(Protocol):
 class DevicePublisher(Protocol):
     """Memory of the accelerator that other processes can map (`device.DeviceSlots`)."""
 
-    def hold(self, named: Mapping[str, Tensor], *, version: int) -> tuple[Mapping[str, Tensor], WeightSource]:
+    def hold(self, named: Mapping[str, Array], *, version: int) -> tuple[Mapping[str, Array], WeightSource]:
         """Copy the weights into memory that does not change until two versions later; return the copies and their
         source."""
         ...
@@ -104,7 +102,7 @@ class Publisher:
 
     def publish(
         self,
-        named: Mapping[str, Tensor],
+        named: Mapping[str, Array],
         order: Publish,
         *,
         mesh: Mapping[str, int] = WHOLE_MODEL,
@@ -132,7 +130,7 @@ class Publisher:
         return version_layout.manifest, (*sources, StreamSource(self._process))
 
     def _copy_version(
-        self, named: Mapping[str, Tensor], order: Publish, *, mesh: Mapping[str, int], is_held: bool
+        self, named: Mapping[str, Array], order: Publish, *, mesh: Mapping[str, int], is_held: bool
     ) -> tuple[VersionLayout, bool]:
         """Copy and digest a version; also return whether servers of this host may read it in place. Weights that the
         accelerator holds, and that no other transport needs, are only digested."""
