@@ -361,6 +361,9 @@ class _Launcher:
         self, config: Config, *, listener: socket.socket, programs: Programs, hosts: Sequence[HostNamespaces]
     ) -> None:
         """Create all keys and pipes; agent 0 also gets the master's bootstrap."""
+        if config.actor.interpreter is not None:
+            interpreters = {**programs.interpreters, Role.MODEL: config.actor.interpreter}
+            programs = msgspec.structs.replace(programs, interpreters=interpreters)
         job = uuid4().hex[:12]
         host, port = listener.getsockname()
         keys = [new_key_pair() for _ in hosts]
