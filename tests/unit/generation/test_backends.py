@@ -115,10 +115,11 @@ def halfway(server: FakeServer, opened: Opened) -> RemoteBackend:
     return backend
 
 
-@pytest.fixture(params=["vllm", "sglang", "sglang incremental"])
+@pytest.fixture(params=["vllm", "vllm without plugin", "sglang", "sglang incremental"])
 def server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
     makes: dict[str, Callable[[], FakeServer]] = {
         "vllm": FakeVllm,
+        "vllm without plugin": lambda: FakeVllm(plugin=False),
         "sglang": FakeSGLang,
         "sglang incremental": lambda: FakeSGLang(incremental=True),
     }
@@ -146,6 +147,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
             "slots": 4,
             "max_length": MAX_LENGTH,
             "folder": tmp_path / "weights",
+            "answer": lambda tensors: [logprob(token, 1.0) for token in range(VOCAB_SIZE)],
             **options,
         }
         try:
