@@ -107,9 +107,7 @@ class WeightStaging:
         from kintsugi.model import huggingface
 
         folder = self._folder / f"weights-{next(self._numbers)}"
-        contents = huggingface.files(
-            tensors, config=self._architecture, max_shard_bytes=MAX_FILE_BYTES
-        )
+        contents = huggingface.files(tensors, config=self._architecture, max_shard_bytes=MAX_FILE_BYTES)
         digests: dict[str, str] = {}
         descriptors: list[int] = []
         try:

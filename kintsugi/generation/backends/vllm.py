@@ -260,9 +260,7 @@ class Vllm:
         client.call("POST", "/resume", what="its going on")
 
 
-def _verify_receipts(
-    receipts: Sequence[_Receipt], weights: StagedWeights, *, label: str, where: str
-) -> None:
+def _verify_receipts(receipts: Sequence[_Receipt], weights: StagedWeights, *, label: str, where: str) -> None:
     """Check that every worker has finished this update, that all bytes were read, and that parameters in the layout of
     the files have their values."""
     for rank, receipt in enumerate(receipts):
