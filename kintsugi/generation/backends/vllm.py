@@ -4,8 +4,8 @@ It has to be started with `VLLM_SERVER_DEV_MODE=1` in its environment and `--ena
 processed_logprobs`. Log-probabilities are then those of the distribution that it samples from: at the temperature (1
 where greedy), but also after all logits processors, which are therefore refused.
 
-Weights go through its weight transfer (init, start, update, finish) where it was started with `vllm_plugin`, and through
-`reload_weights` of a folder otherwise. Requests are frozen meanwhile and keep their KV cache unless it is to be
+Weights go through its weight transfer (init, start, update, finish) where it was started with `vllm_plugin`, and
+through `reload_weights` of a folder otherwise. Requests are frozen meanwhile and keep their KV cache unless it is to be
 recomputed. The label of the weights is the salt of the prefix cache: no request uses entries of other weights than it
 was started with.
 """

@@ -57,7 +57,6 @@ class FakeServer:
         self.fault: str | None = None
         self.release_after = MAX_LENGTH
         """A stream stands still after so many tokens, until `released`."""
-        self.is_frozen = False
         self.sees_memory = True
         self.keeps = ""
         """A parameter that keeps its old values."""
@@ -73,6 +72,8 @@ class FakeServer:
         self._running: dict[str, asyncio.Event] = {}
         self._loop = asyncio.new_event_loop()
         self._released = asyncio.Event()
+        self._thawed = asyncio.Event()
+        self._thawed.set()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def __enter__(self) -> Self:
@@ -145,12 +146,8 @@ class FakeServer:
         try:
             for count in range(1, order.max_new_tokens + 1):
                 if count > self.release_after:
-                    waits = [asyncio.ensure_future(each.wait()) for each in (aborted, self._released)]
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                    for each in waits:
-                        each.cancel()
-                while self.is_frozen and not aborted.is_set():
-                    await asyncio.sleep(0.001)
+                    await self._wait_for_one(aborted, self._released)
+                await self._wait_for_one(aborted, self._thawed)
                 if aborted.is_set():
                     yield None
                     return
@@ -167,6 +164,14 @@ class FakeServer:
         finally:
             self.num_running -= 1
             self._running.pop(order.name, None)
+
+    async def _wait_for_one(self, *events: asyncio.Event) -> None:
+        if any(event.is_set() for event in events):
+            return
+        waits = [asyncio.ensure_future(event.wait()) for event in events]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
 
     async def stream(
         self, request: web.Request, order: Order, event: Callable[..., Any]
@@ -244,12 +249,12 @@ class FakeVllm(FakeServer):
             self.abort()
         else:
             assert request.query["mode"] == "keep"
-            self.is_frozen = True
+            self._thawed.clear()
             self.cleared.append(request.query["clear_cache"] == "true")
         return web.json_response({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        self.is_frozen = False
+        self._thawed.set()
         return web.json_response({"status": "resumed"})
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
@@ -264,7 +269,7 @@ class FakeVllm(FakeServer):
         if not self.has_plugin:
             return web.Response(status=500)
         info = (await request.json())["init_info"]
-        assert Path(info["path"]).read_text() == info["content"]
+        assert _content(info["path"]).decode() == info["content"]
         self.receipt["reads_memory"] = self.sees_memory
         return web.json_response({})
 
@@ -282,7 +287,7 @@ class FakeVllm(FakeServer):
         self.load(Path(path))
         expected = load_file(path)
         self.receipt["label"] = info["label"]
-        self.receipt["digests"] = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+        self.receipt["digests"] = {path: hashlib.sha256(_content(path)).hexdigest()}
         same = [name for name in expected if torch.equal(expected[name], self.weights[name])]
         self.receipt |= {"num_equal": len(same), "different": [name for name in expected if name not in same]}
         return web.json_response({})
@@ -346,6 +351,10 @@ class FakeVllm(FakeServer):
             "weight_versions": spans,
         }
         return {"request_id": "generate-tokens-x", "choices": [choice]}
+
+
+def _content(path: str) -> bytes:
+    return Path(path).read_bytes()
 
 
 def _spans(labels: list[str]) -> list[dict[str, Any]]:

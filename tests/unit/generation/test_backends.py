@@ -233,6 +233,8 @@ def test_a_stop_text_ends_what_the_server_would_go_on_with(server: FakeServer, o
 
 def test_at_most_as_many_streams_are_open_as_there_are_slots(server: FakeServer, opened: Opened) -> None:
     backend = opened(server, slots=3)
+    step_until(backend, lambda: server.num_running == 0)  # The probe has ended.
+    server.most_running = 0
     backend.submit([request(number) for number in range(8)])
     assert backend.num_requests == 8
     assert len(finished(backend)) == 8 and server.most_running == 3
