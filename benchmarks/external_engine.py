@@ -76,7 +76,7 @@ def train(arguments: argparse.Namespace, *, url: str) -> None:
     fields += ["generation.backend=vllm", f'generation.urls=["{url}"]', "generation.slots=16"]
     fields += [f"algorithm.steps={arguments.steps}", "algorithm.batch_size=4", "algorithm.group_size=4"]
     fields += ["data.num_eval=4", "eval.every=0", "eval.num_samples=0", "checkpoint.every=100"]
-    fields += [f"actor.dtype={arguments.dtype}", "rollout.workers=1"]
+    fields += [f"actor.dtype={arguments.dtype}", "actor.warmup_steps=0", "rollout.workers=1"]
     with (arguments.out / "train.log").open("wb") as log:
         subprocess.run(
             [sys.executable, "-m", "kintsugi", "train", "grpo_smollm2_arithmetic", *fields],

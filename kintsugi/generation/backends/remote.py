@@ -140,7 +140,7 @@ class RemoteBackend:
         self._ended_by_us: list[GenerationRequest] | None = None
         """Requests that will continue, while all streams are being ended; else None."""
         self._arrivals: list[ResponseArrival] = []
-        """What streams received while new weights were probed."""
+        """Events of streams that arrived while new weights were probed."""
         self._finished: list[GenerationOutput] = []
         self._num_opened = self._num_steps = self._num_tokens = 0
         self._last_arrival = self._last_check = clock.monotonic()

@@ -61,7 +61,7 @@ class Version(WeightTransferUpdateInfo):
 
 @dataclass
 class Receipt:
-    """What one worker has; the counts are of parameters."""
+    """Weights of one worker; the counts are of parameters."""
 
     reads_memory: bool = False
     """Whether it could read the file of the greeting."""
@@ -75,7 +75,7 @@ class Receipt:
     num_repacked: int = 0
     """Those that a kernel keeps in a layout of its own; not compared."""
     different: list[str] = field(default_factory=list)
-    """Parameters that do not have the values of the files."""
+    """Parameters that do not have the values of the files, or are not in them."""
 
 
 class MemoryFiles(WeightTransferEngine):
@@ -143,9 +143,9 @@ class MemoryFiles(WeightTransferEngine):
             num_rows = sum(len(source) for source in sources)
             if not parameter.numel():
                 receipt.num_repacked += 1
-            elif not sources or parameter.shape[1:] != sources[0].shape[1:] or len(parameter) < num_rows:
+            elif sources and (parameter.shape[1:] != sources[0].shape[1:] or len(parameter) < num_rows):
                 receipt.num_split += 1
-            elif _is_equal(parameter.detach(), sources):
+            elif sources and _is_equal(parameter.detach(), sources):
                 receipt.num_equal += 1
             else:
                 receipt.different.append(name)
