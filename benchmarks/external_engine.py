@@ -119,6 +119,7 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # So that vLLM ends too.
     server = started(arguments, port=port)
     try:
         wait_until_healthy(server, url=url)

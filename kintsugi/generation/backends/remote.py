@@ -244,7 +244,8 @@ class RemoteBackend:
         self._verify_labels({self._dialect.label(self._client)}, expected=label)
         self._dialect.verify(self._client, weights, label=label)
         # What a frozen server had sampled before has arrived in the meantime.
-        for arrival in self._client.arrivals(0.0):
+        arrivals, self._arrivals = [*self._arrivals, *self._client.arrivals(0.0)], []
+        for arrival in arrivals:
             self._take(arrival)
         for stream in self._streams.values():
             stream.versions.append((len(stream.ids), version))

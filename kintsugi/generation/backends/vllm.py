@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import nan
 from typing import TYPE_CHECKING, Any
 
@@ -220,13 +221,15 @@ class Vllm:
     def _transfer(self, client: HttpClient, weights: StagedWeights, *, label: str) -> None:
         parts = {name: parts for name, parts in _fused(weights) if len(parts) > 1}
         info = {"label": label, "paths": list(weights.digests), "parts": parts}
-        steps = {
-            "/start_weight_update": None,
-            "/update_weights": {"update_info": info},
-            "/finish_weight_update": {"weight_version": label},
-        }
-        for path, body in steps.items():
-            client.call("POST", path, body=body, what="new weights", timeout_s=UPDATE_TIMEOUT_S)
+        call = partial(client.call, "POST", what="new weights", timeout_s=UPDATE_TIMEOUT_S)
+        try:
+            call("/start_weight_update")
+        except WorldError:
+            # A predecessor of this process died in an update, which vLLM takes for unfinished.
+            call("/finish_weight_update", body={"weight_version": None})
+            call("/start_weight_update")
+        call("/update_weights", body={"update_info": info})
+        call("/finish_weight_update", body={"weight_version": label})
 
     def verify(self, client: HttpClient, weights: StagedWeights, *, label: str) -> None:
         if self._has_plugin:

@@ -203,6 +203,7 @@ class FakeVllm(FakeServer):
         super().__init__()
         self.scale_out = scale_out
         self.has_plugin = plugin
+        self.is_updating = False
         self.salts: list[str] = []
         self.cleared: list[bool] = []
         """Per pause, whether the KV cache of running requests was given up."""
@@ -274,6 +275,9 @@ class FakeVllm(FakeServer):
         return web.json_response({})
 
     async def _start_weight_update(self, request: web.Request) -> web.Response:
+        if self.is_updating:
+            return web.Response(status=500)
+        self.is_updating = True
         self.receipt |= {"label": "", "digests": {}, "num_equal": 0, "different": []}
         return web.json_response({})
 
@@ -293,7 +297,8 @@ class FakeVllm(FakeServer):
         return web.json_response({})
 
     async def _finish_weight_update(self, request: web.Request) -> web.Response:
-        self.label = (await request.json())["weight_version"]
+        self.is_updating = False
+        self.label = (await request.json())["weight_version"] or self.label
         return web.json_response({})
 
     async def _update_weight_version(self, request: web.Request) -> web.Response:

@@ -376,6 +376,14 @@ def test_a_server_that_computes_something_else_is_found_and_nothing_of_it_is_use
     assert backend.version == 1 and produced is not None and produced.versions.tolist() == [1, 1]
 
 
+def test_an_update_that_a_dead_process_left_unfinished_does_not_stand_in_the_way(
+    vllm: FakeVllm, opened: Opened
+) -> None:
+    vllm.is_updating = True
+    assert opened(vllm).version == 1 and vllm.offset == 1
+    assert vllm.calls.count("/start_weight_update") == 2
+
+
 def test_a_worker_that_read_other_bytes_is_found(vllm: FakeVllm, opened: Opened) -> None:
     backend = opened(vllm)
     staged = backend.stage(weights(2))
