@@ -66,7 +66,7 @@ class FakeServer:
         self.scales = True
         self.orders: list[Order] = []
         self.calls: list[str] = []
-        self.num_running = self.most_running = 0
+        self.most_running = 0
         self.weights: dict[str, torch.Tensor] = {}
         self.app = web.Application(middlewares=[self._note])
         self._running: dict[str, asyncio.Event] = {}
@@ -97,6 +97,10 @@ class FakeServer:
     @property
     def offset(self) -> int:
         return int(self.weights["model.norm.weight"][0]) if self.weights else 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     def _call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
@@ -139,7 +143,6 @@ class FakeServer:
         """None where it was aborted."""
         self.orders.append(order)
         aborted = self._running[order.name] = asyncio.Event()
-        self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         scale = order.temperature if self.scales else 1.0
         tokens = list(order.tokens)
@@ -157,12 +160,13 @@ class FakeServer:
                     "stop" if token in order.ends else "length" if count == order.max_new_tokens else None
                 )
                 tops = [(each, logprob(each, scale)) for each in range(order.num_top)]
+                if finish:
+                    self._running.pop(order.name)
                 yield Sampled(token, logprob(token, scale), tops, finish, self.label)
                 if finish:
                     return
                 await asyncio.sleep(0)
         finally:
-            self.num_running -= 1
             self._running.pop(order.name, None)
 
     async def _wait_for_one(self, *events: asyncio.Event) -> None:
