@@ -173,7 +173,7 @@ def measure(rank: Rank, folder: Path, *, step_s: float) -> dict[str, float]:
     rank.copies.settle()
     before = anonymous_bytes()
     envelope = Envelope("job", 1, "master-0", "a", 1, MessageKind.REQUEST)
-    delivery = Delivery(envelope, Save(rank.step, "", ""), (), Peer("master-0", "a", "h", "", b""), b"")
+    delivery = Delivery(envelope, Save(rank.step, "", ""), Peer("master-0", "a", "h", "", b""), b"")
     rank.stalls.clear()
     with saved_to(folder) as (saver, replies), Heartbeats() as heartbeats:
         since = time.monotonic()

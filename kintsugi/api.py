@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import msgspec
 
+from kintsugi.cli.hosts import placed
 from kintsugi.cli.local_models import with_local_models
 from kintsugi.cli.notebook_view import NotebookView, curve_html, in_notebook, table_html
 from kintsugi.cli.session import NOTE, WARNING
@@ -132,7 +133,7 @@ def train(
     if not isinstance(config, Config | str | os.PathLike):
         raise UserError(f"config: expected a `Config` or the path of a recipe, got {type(config).__name__}")
     resolved = given(config, overrides) if isinstance(config, Config) else load(Path(config), overrides)
-    resolved = with_local_models(resolved)
+    resolved = placed(with_local_models(resolved))
     if run_dir is not None:
         resolved = _with_value(resolved, "run_dir", os.fspath(run_dir))
     with scratch_folder() as scratch:

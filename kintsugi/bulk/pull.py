@@ -194,6 +194,7 @@ class Pull:
                 watch=lambda channel: _watch(request, channel),
                 arrived=self._arrived,
             )
+            request.channel = None  # Another request may use it from now on.
             self._take(parts, process=request.process)
         except WorldError as error:
             self._go_around(request, parts, error)

@@ -93,6 +93,10 @@ def check_limits(config: Config) -> None:
 
 def check_devices(config: Config) -> None:
     """Raise UserError if a card of this machine is too small for the processes that would use it."""
+    if (
+        config.cluster.on
+    ):  # Most processes use cards of other machines; each host compares its own when it joins.
+        return
     devices = read_devices()
     problem = _shortage(run_memory(config, num_devices=len(devices)), devices, room=_total)
     if problem:
@@ -108,7 +112,7 @@ def check_start(config: Config, *, run_dir: Path, resume: bool) -> list[str]:
     check_devices(config)
     devices = read_devices()
     memory = run_memory(config, num_devices=len(devices))
-    if _shortage(memory, devices, room=_free):
+    if not config.cluster.on and _shortage(memory, devices, room=_free):
         devices = _await_room(memory)
         if problem := _shortage(memory, devices, room=_free):
             raise UserError(problem)

@@ -215,7 +215,7 @@ def rollout(
     """Sample and score without training. The samples in RUN/rollouts can be used as a data source later."""
     from kintsugi.config.recipe import rollout_only
 
-    _train(rollout_only(loaded(recipe, overrides), steps=steps))
+    _train(hosts.placed(rollout_only(loaded(recipe, overrides), steps=steps)))
 
 
 @app.command()

@@ -27,7 +27,7 @@ from kintsugi.protocol.membership import Ok
 from kintsugi.runtime.disk import storage_errors
 from kintsugi.transport import Delivery, Endpoint
 
-PART_BYTES = 8 << 20
+PART_BYTES = 1 << 20
 _FILE = re.compile(r"^[\w-][\w.-]*$")
 _FOLDER = re.compile(r"^step-\d+(\.\d+)?$")
 

@@ -23,7 +23,7 @@ from kintsugi.telemetry.disk_budget import (
 )
 from kintsugi.telemetry.jsonl_log import LineFile
 
-MOST_BYTES = 4 << 20
+MOST_BYTES = 1 << 20
 """Bytes of one message."""
 _LINES = ".jsonl"
 DECODE_STEP = str(RELATIVE.decode_step_file)

@@ -65,7 +65,7 @@ SILENT_S = 20.0
 before has lost nothing here."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Pause before a lost host is ordered again; it doubles."""
-PART_BYTES = 8 << 20
+PART_BYTES = 1 << 20
 END_S = 12.0
 """Time for all hosts to end in order."""
 GIVE_BACK_S = 5.0
@@ -145,6 +145,8 @@ class HostManager:
         self._files = RunFiles(config, run_dir=self._run_dir)
         self._writer = FileWriter(self._run_dir)
         self._backend, self._needs = open_backend(config)
+        # Read once: the file may be changed, and names may not resolve, when a host is lost.
+        _, self._machines = split_hosts(read_hosts_file(Path(config.cluster.on)))
         self._agents = {agent.host: agent for agent in handover.agents}
         self._job = handover.agents[0].job
         self._endpoint = Endpoint(
@@ -176,12 +178,13 @@ class HostManager:
                 self._take_events()
                 if self._ending_at is None:
                     self._check(self._clock.monotonic())
+            # After an error the file stays: the next host manager goes on with these hosts.
+            RunFolder(self._run_dir).hosts_file.unlink(missing_ok=True)
         finally:
             self._backend.give_back(timeout_s=GIVE_BACK_S)
             self._writer.close()
             self._endpoint.close(flush_s=0.5)
             self._log.close()
-            RunFolder(self._run_dir).hosts_file.unlink(missing_ok=True)
 
     def _adopt(self, now: float) -> bool:
         """Go on with the hosts of an earlier host manager of this session; False if there was none."""
@@ -354,8 +357,7 @@ class HostManager:
         self._log.emit(Alert(f"{named} is lost: {why}"))
 
     def _named(self, host: str) -> str:
-        _, hosts = split_hosts(read_hosts_file(Path(self._handover.config.cluster.on)))
-        machine = hosts[int(host.rpartition("-")[2]) - 1]
+        machine = self._machines[int(host.rpartition("-")[2]) - 1]
         return f"{host} ({machine.name}, {machine.address})"
 
     def _report(self, report: HostFailed) -> None:

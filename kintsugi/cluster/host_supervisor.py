@@ -19,6 +19,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,6 +86,17 @@ class ScratchRecord(msgspec.Struct, frozen=True):
 
     pid: int
     start_time: int
+    machine: str = ""
+    """Machine and process namespace of the pid: scratch folders may be on a disk that machines share."""
+
+
+def own_machine() -> str:
+    """Identity of this machine and of the process namespace in which pids are meant."""
+    try:
+        machine = Path("/etc/machine-id").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        machine = ""
+    return f"{socket.gethostname()} {machine} {os.readlink('/proc/self/ns/pid')}"
 
 
 def default_scratch() -> Path:
@@ -106,9 +118,9 @@ def supervise_host(ticket: Ticket, *, scratch: Path, detach: bool = False) -> in
     if detach and not _go_on_alone():
         return 0
     folder = scratch / f"{ticket.job}-{ticket.host}-{ticket.incarnation}"
+    folder.mkdir(mode=0o700)
     try:
-        folder.mkdir(mode=0o700)
-        record = ScratchRecord(os.getpid(), process_start_time(os.getpid()) or 0)
+        record = ScratchRecord(os.getpid(), process_start_time(os.getpid()) or 0, own_machine())
         write_atomically(folder / RECORD, msgspec.json.encode(record), durable=False)
         return _HostSupervisor(ticket, handover, keys=keys, address=address, folder=folder).run()
     finally:
@@ -116,11 +128,12 @@ def supervise_host(ticket: Ticket, *, scratch: Path, detach: bool = False) -> in
 
 
 def remove_leftovers(scratch: Path) -> None:
-    """Remove scratch folders whose supervisor was killed."""
+    """Remove scratch folders of this machine whose supervisor was killed."""
+    machine = own_machine()
     for path in scratch.glob(f"*/{RECORD}"):
         with contextlib.suppress(OSError, msgspec.DecodeError):
             record = msgspec.json.decode(path.read_bytes(), type=ScratchRecord)
-            if process_start_time(record.pid) != record.start_time:
+            if record.machine == machine and process_start_time(record.pid) != record.start_time:
                 shutil.rmtree(path.parent, ignore_errors=True)
 
 
@@ -343,7 +356,8 @@ class _Link:
         try:
             orders = beat.result().expect(HostOrders)
         except (DeadlineExceeded, WorldError) as error:
-            if isinstance(error, RefusedError):
+            is_refused = isinstance(error, RefusedError)
+            if is_refused or (error.cause is not None and error.cause.kind == RefusedError.__name__):
                 self.failure, self._is_over = f"another supervisor has taken this host over: {error}", True
             return
         self.heard()

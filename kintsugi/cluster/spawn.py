@@ -307,4 +307,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    # Without the exit handlers of libraries: that of a tracker may wait for a server that is gone.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

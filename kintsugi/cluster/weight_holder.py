@@ -114,6 +114,8 @@ class WeightHolder:
         self._writable = WritableSegments(segments)
         self._emit = emit
         self._versions: dict[int, _Version] = {}
+        self._published: dict[str, int] = {}
+        """Latest version that each rank has published."""
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -142,6 +144,7 @@ class WeightHolder:
         if role_of(owner) is not Role.MODEL:
             raise RefusedError(f"expected weights of a rank, got version {upload.version} from {owner}")
         _check_places(upload, owner=owner)
+        self._forget_undone(owner, upload.version)
         if upload.segment:
             if segment_owner(upload.segment) != owner:
                 raise RefusedError(f"segment {upload.segment} is not of {owner}")
@@ -180,20 +183,24 @@ class WeightHolder:
     def _adopt(self, upload: UploadWeights) -> None:
         """Offer a version where a rank of this host has published it. Processes that asked for it before keep their
         offer, which moves there."""
+        version = self._versions.get(upload.version)
+        if version is not None and (not version.fits(upload.pieces) or not version.is_own):
+            self._drop_refused(upload.version, "it was published again")
+            version = None
+        if version is None:
+            self._make_room(upload.version)
         held = self._segments.open(upload.segment)
         try:
             descriptor = reopened(held)
         finally:
             os.close(held)
-        buffer = memoryview(mmap.mmap(descriptor, upload.size, prot=mmap.PROT_READ))
+        try:
+            buffer = memoryview(mmap.mmap(descriptor, upload.size, prot=mmap.PROT_READ))
+        except (OSError, ValueError) as error:
+            os.close(descriptor)
+            raise RefusedError(f"segment {upload.segment} of {upload.size} bytes: {error}") from error
         reading = partial(_read_lock, descriptor, upload.segment)
-        version = self._versions.get(upload.version)
-        if version is not None and (not version.fits(upload.pieces) or not version.is_own):
-            for delivery in self._drop(upload.version, "it was published again"):
-                self._replies.fail(delivery, RefusedError(f"version {upload.version} was published again"))
-            version = None
         if version is None:
-            self._make_room(upload.version)
             export = FileExport(
                 _places(upload.pieces), buffer, descriptor=descriptor, reading=reading, is_whole=True
             )
@@ -292,7 +299,19 @@ class WeightHolder:
         if number <= newest - VERSIONS_KEPT:
             raise RefusedError(f"version {number} comes too late: version {newest} is here")
         for old in [held for held in self._versions if held <= number - VERSIONS_KEPT]:
-            self._drop(old, f"version {number} has replaced it")
+            self._drop_refused(old, f"version {number} has replaced it")
+
+    def _forget_undone(self, rank: str, number: int) -> None:
+        """Drop later versions if this rank had published one: a rollback has undone them."""
+        if number < self._published.get(rank, number):
+            for undone in [held for held in self._versions if held > number]:
+                self._drop_refused(undone, f"a rollback to version {number} has undone it")
+        self._published[rank] = number
+
+    def _drop_refused(self, number: int, reason: str) -> None:
+        """Withdraw a version, and refuse the requests that wait for it."""
+        for delivery in self._drop(number, reason):
+            self._replies.fail(delivery, RefusedError(f"version {number} is not held any more: {reason}"))
 
     def _drop(self, number: int, reason: str) -> list[Delivery]:
         """Withdraw a version; return the requests that wait for it."""
@@ -357,6 +376,8 @@ class WeightHolder:
 
         def ended(error: Exception | None) -> None:
             version.num_pulls -= 1
+            if error is None and self._versions.get(version.number) is not version:
+                error = RefusedError(f"version {version.number} was dropped while it was fetched")
             done(version, error)
 
         threading.Thread(target=work, name="weights-fetch", daemon=True).start()

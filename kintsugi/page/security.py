@@ -117,7 +117,7 @@ class Guard:
         if not decision.is_accepted:
             return _failure(decision.status, decision.reason, request)
         response = web.Response(status=303, headers={"Location": "/"})
-        response.set_cookie(cookie_name(request), token, httponly=True, samesite="Strict", path="/")
+        response.set_cookie(cookie_name(request), token, httponly=True, samesite="Lax", path="/")
         return response
 
 

@@ -49,7 +49,7 @@ FIGURES = {"reward": "reward/mean", "loss": "loss"}
 NOT_ALSO = LoggingSection()
 SAMPLES_SIZE = 16 << 30
 """Disk space of the samples of a run: those of five days with a million samples of three kilobytes a day."""
-NUM_PARTS, LARGEST_PART = 16, 256 << 20
+NUM_PARTS, MOST_PARTS, LARGEST_PART = 16, 64, 256 << 20
 """The samples are kept in so many parts at least, none of which is larger (but for the step that exceeds it): the
 oldest of them is removed at once."""
 
@@ -398,7 +398,9 @@ class SamplesWriter:
         run = RunFolder(run_dir)
         self._samples_path, self._index_path = run.samples_file, run.samples_index_file
         self._lines, self._index = _Lines(self._samples_path), _Lines(self._index_path)
-        self._most_size, self._part_size = most_size, min(LARGEST_PART, most_size // NUM_PARTS)
+        self._most_size = most_size
+        # Readers open all parts at once, so there are not many, however large the budget is.
+        self._part_size = max(most_size // MOST_PARTS, min(LARGEST_PART, most_size // NUM_PARTS))
         self._start: int | None = None
         """Offset of the first byte of `samples.jsonl`; None if it has to be found."""
 

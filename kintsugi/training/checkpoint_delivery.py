@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from kintsugi.checkpoint.store import Checkpoint
-from kintsugi.errors import StorageError
+from kintsugi.errors import StorageError, StorageFull, WorldError
 from kintsugi.protocol.hosts import (
     CheckpointKept,
     FetchFile,
@@ -29,7 +29,7 @@ from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.disk import storage_errors
 from kintsugi.transport import Reply
 
-PART_BYTES = 8 << 20
+PART_BYTES = 1 << 20
 PART_S = 120.0
 """Deadline of one part."""
 KEEP_S = 1800.0
@@ -55,26 +55,45 @@ class CheckpointDelivery:
         self._call, self._agent = call, agent
         self.folder = folder
 
-    def deliver(self, checkpoint: Checkpoint, *, keep: int, best_steps: tuple[int, ...]) -> Checkpoint:
+    def deliver(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        keep: int,
+        best_steps: tuple[int, ...],
+        check: Callable[[], object] = lambda: None,
+    ) -> Checkpoint:
         """Bring a checkpoint to the run folder; return it as it is there. The copy of this host stays until the next
-        one."""
+        one. `check` raises if the checkpoint was given up: its step may have been undone meanwhile.
+
+        A failure of the agent beside the master, such as a full disk, is one of storage.
+        """
         for path in sorted(checkpoint.path.iterdir()):
             with storage_errors(str(path)), path.open("rb") as file:
                 offset = 0
                 while (part := file.read(PART_BYTES)) or offset == 0:
                     body = StoreFile(checkpoint.step, path.name, offset, part)
-                    self._call(self._agent, body, deadline_s=PART_S)
+                    check()
+                    self._send(body, deadline_s=PART_S)
                     COUNTERS.add("bytes_saved", len(part))
                     offset += len(part)
                     if not part:
                         break
         request = KeepCheckpoint(checkpoint.step, keep, best_steps)
-        kept = self._call(self._agent, request, deadline_s=KEEP_S).expect(CheckpointKept)
+        check()
+        kept = self._send(request, deadline_s=KEEP_S).expect(CheckpointKept)
         if kept.digest != checkpoint.digest:
             raise StorageError(
                 f"{kept.path}: expected the checkpoint of digest {checkpoint.digest}, got {kept.digest}"
             )
         return msgspec.structs.replace(checkpoint, path=Path(kept.path))
+
+    def _send(self, body: Body, *, deadline_s: float) -> Reply:
+        try:
+            return self._call(self._agent, body, deadline_s=deadline_s)
+        except WorldError as error:
+            is_full = error.cause is not None and error.cause.kind == StorageFull.__name__
+            raise (StorageFull if is_full else StorageError)(f"{self._agent}: {error}") from error
 
     def fetch(self, source: Path, *, ask: Ask) -> Path:
         """Copy a checkpoint of the run folder to this host; return where it is. Loading it compares its digests."""

@@ -167,7 +167,9 @@ class CheckpointSaver:
             ahead_bytes=min(MOST_AHEAD_BYTES, int(AHEAD_SHARE * available_memory_bytes())),
         )
         if self._delivery is not None:
-            checkpoint = self._delivery.deliver(checkpoint, keep=self._keep, best_steps=request.best_steps)
+            checkpoint = self._delivery.deliver(
+                checkpoint, keep=self._keep, best_steps=request.best_steps, check=held.hold.check
+            )
         ended = SYSTEM_CLOCK.monotonic()
         timing = {
             "write": read_at - since,

@@ -33,7 +33,10 @@ class OpenedLate:
         if self._tracker is None:
             try:
                 self._tracker = self._open()
-            except ImportError as error:
+            except StorageError:
+                raise
+            except Exception as error:
+                # Whatever a library raises while it is set up, such as a version that does not fit: no run ends of it.
                 raise StorageError(f"{self._name}: {error}") from error
         return self._tracker
 

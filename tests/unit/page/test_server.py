@@ -75,7 +75,7 @@ def test_beyond_loopback_a_token_is_needed_for_everything(runs: Path) -> None:
         (name,) = response.cookies
         cookie = response.cookies[name]
         assert name == COOKIE.format(port=client.port)
-        assert cookie["httponly"] and cookie["samesite"] == "Strict"
+        assert cookie["httponly"] and cookie["samesite"] == "Lax"
         assert (await client.get("/api/runs", headers={"Cookie": f"{name}=secret"})).status == 200
 
     with_page(runs, use, access=SessionAccess(needs_token=True, may_act=False, viewer="secret"))
