@@ -375,6 +375,13 @@ def test_a_version_that_is_published_again_after_a_rollback_replaces_the_undone_
     assert_same(hosts.fetch(again, ("server-0", META))["server-0"], weights(7))
 
 
+def test_after_a_rollback_of_several_steps_the_versions_of_the_repeated_steps_are_held(hosts: Hosts) -> None:
+    for version, seed in ((8, 8), (9, 9), (5, 5), (6, 6)):
+        published = published_whole(hosts, version=version, seed=seed)
+        assert_same(hosts.fetch(published, ("server-0", META))["server-0"], weights(seed))
+    assert not [alert for alert in hosts.said if "too late" in str(alert)]
+
+
 def upload(hosts: Hosts, sender: str, body: UploadWeights) -> Body:
     loop = hosts.loops[META]
     delivery = loop.delivery(sender, body)
