@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,7 +63,6 @@ def page(
     demo: Annotated[bool, typer.Option("--demo", help="Show recorded runs with faults in them.")] = False,
 ) -> None:
     """Show runs in a browser, running or ended: learning, samples, time, health, incidents, logs."""
-    from contextlib import ExitStack
 
     from kintsugi.access.gate import Gate
     from kintsugi.access.hosts import is_loopback
@@ -90,7 +90,7 @@ def page(
             say(line)
         if browse:
             token = access.operator_token or access.viewer_token
-            _open_browser(with_token(address, token))
+            _open_browser(with_token(address, token), stack=stack)
         _serve(catalog, access, listener=listener, host=host, demo=demo)
 
 
@@ -153,10 +153,20 @@ def with_token(address: str, token: str) -> str:
     return f"{address}?token={token}" if token else address
 
 
-def _open_browser(address: str) -> None:
+def _open_browser(address: str, *, stack: ExitStack) -> None:
+    """Open a file that leads to the address, as long as the page is served: every user of this machine can read the
+    arguments of a browser, and with them a token."""
+    import html
     import webbrowser
 
-    if not webbrowser.open(address):
+    folder = Path(
+        stack.enter_context(tempfile.TemporaryDirectory(prefix="kintsugi-page-"))
+    )  # Of this user alone.
+    file = folder / "open.html"
+    file.write_text(
+        f'<meta http-equiv="refresh" content="0; url={html.escape(address)}">\n', encoding="utf-8"
+    )
+    if not webbrowser.open(file.as_uri()):
         say("there is no browser to open here; use the address above", err=True)
 
 

@@ -251,7 +251,8 @@ class HostManager:
                     self._beat(record, beat)
                     self._endpoint.reply(delivery, HostOrders(end=self._ending_at is not None))
                 case FetchFile(name=digest, offset=offset):
-                    self._heard_at[record.host] = self._clock.monotonic()
+                    # The time to start its agent begins when it has all files: a large model takes longer than that.
+                    self._since[record.host] = self._heard_at[record.host] = self._clock.monotonic()
                     part, size = self._files.read(digest, offset=offset, size=PART_BYTES)
                     self._endpoint.reply(delivery, FilePart(size, part))
                 case MirrorFiles(sizes=sizes, content=content):
