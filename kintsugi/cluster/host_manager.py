@@ -11,7 +11,7 @@ lost, is ordered again under a new ticket, with pauses; the processes of the run
 the master decides on its own. A host that can not join when the run begins ends the run by name.
 
 It ends with the lifeline of the launcher: all hosts are told to end, then everything is given back. What joined is
-recorded in `hosts.json`, with which a successor of this process goes on.
+recorded in `joined_hosts.json`, with which a successor of this process goes on.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class HostPhase(StrEnum):
 
 
 class HostRecord(msgspec.Struct):
-    """One host, as it is kept in `hosts.json`."""
+    """One host, as it is kept in `joined_hosts.json`."""
 
     host: str
     phase: HostPhase = HostPhase.ORDERED
@@ -380,7 +380,7 @@ class HostManager:
 
 
 class KeptHosts(msgspec.Struct, frozen=True):
-    """`hosts.json` of a run folder."""
+    """`joined_hosts.json` of a run folder."""
 
     job: str
     hosts: tuple[HostRecord, ...]

@@ -12,7 +12,7 @@
     inputs                  events that the master handled, for replay in the simulator
     summary.json            outcome of the run, written at its end
     tags.json               tags of the run (`kintsugi tag`)
-    hosts.json              hosts on other machines, while the run runs
+    joined_hosts.json       hosts on other machines, while the run runs
     launcher.json           process that runs this folder, while it runs
     processes.json          status, counters and waits of each process, refreshed by the master
     metrics.jsonl           metrics of each step and evaluation
@@ -108,7 +108,7 @@ class RunFolder:
 
     @property
     def hosts_file(self) -> Path:
-        return self.path / "hosts.json"
+        return self.path / "joined_hosts.json"
 
     @property
     def processes_file(self) -> Path:

@@ -103,7 +103,7 @@ def test_three_hosts_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any(
     for process in ("model-0", "model-1", "server-1", "rollout-1", "agent-3"):
         assert (run_dir / "events" / f"{process}.jsonl").stat().st_size > 0
         assert (run_dir / "figures" / f"{process}.jsonl").stat().st_size > 0
-    assert not (run_dir / "hosts.json").exists()
+    assert not (run_dir / "joined_hosts.json").exists()
     machines.assert_nothing_left()
 
 

@@ -37,6 +37,7 @@ FILES = {
     "index_file": "store.db",
     "decode_step_file": "steps",
     "devices_file": "devices.json",
+    "hosts_file": "joined_hosts.json",
     "checkpoints_folder": "checkpoints",
     "evaluations_folder": "evaluations",
     "events_folder": "events",
