@@ -181,7 +181,7 @@ def test_a_host_without_a_rank_gets_the_weights_by_stream(variant: Callable[[str
     assert [fact.version for fact in current] == list(range(LAST_STEP + 1))
     for fact in current:
         assert fact.sources == (
-            StreamSource("agent-0", owners=("model-0",)),
+            StreamSource("agent-0", owners=("model-0",), chain=("agent-1",)),
             SegmentSource("host-0", f"weights/model-0/{fact.version % 2}"),
             StreamSource("model-0"),
         )
