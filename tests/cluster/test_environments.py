@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kintsugi.run_folder.reader import read_journal
@@ -75,9 +76,12 @@ def test_killed_environment_processes_and_a_killed_worker_change_no_bit(
 ) -> None:
     real.begin(gates=(5,))
     real.wait_at(5)
-    killed = real.environment_processes()
-    assert len(killed) == 2
-    os.kill(killed[0], signal.SIGKILL)
+    (worker,) = real.pids_joined()["rollout-0"]
+    processes = real.environment_processes()
+    assert len(processes) == 2
+    # That of the other worker, which notices it; the worker that is killed would not.
+    (killed,) = [pid for pid in processes if worker in {each.pid for each in psutil.Process(pid).parents()}]
+    os.kill(killed, signal.SIGKILL)
     real.kill("rollout-1")
     until(lambda: len(real.pids_joined()["rollout-1"]) == 2, "another rollout-1")
     real.let_through(5)

@@ -91,10 +91,10 @@ def detach(run: Run) -> None:
     first, second = (run.command("attach", str(run.run_dir)) for _ in range(2))
     assert first.stdout is not None and first.stdout.readline()
     first.send_signal(signal.SIGINT)
-    told, errors = first.communicate(timeout=60)
+    told, errors = first.communicate(timeout=180)
     assert first.returncode == 0 and "detached; the run goes on" in told, told + errors
     run.let_through(4)
-    told, errors = second.communicate(timeout=60)
+    told, errors = second.communicate(timeout=180)
     assert second.returncode == 0 and "held-out accuracy" in told, told + errors
     run.assert_nothing_left(timeout_s=20.0)
 
@@ -111,7 +111,7 @@ def hang_up_to_stop(run: Run) -> None:
     os.close(terminal)
     until(lambda: any(isinstance(fact, StopAccepted) for fact in run.facts), "the stop")
     run.let_through(4)
-    run.launcher.communicate(timeout=60)
+    run.launcher.communicate(timeout=180)
     assert run.summary.outcome == "stopped" and run.summary.steps < LAST_STEP
     run.assert_nothing_left(timeout_s=20.0)
     run.output = subprocess.PIPE
