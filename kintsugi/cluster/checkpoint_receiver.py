@@ -15,6 +15,7 @@ from pathlib import Path
 from kintsugi.checkpoint.store import ARRIVING, arriving_folder, keep_checkpoint
 from kintsugi.errors import KintsugiError, RefusedError
 from kintsugi.protocol.hosts import (
+    PART_BYTES,
     CheckpointKept,
     FetchFile,
     FilePart,
@@ -27,7 +28,6 @@ from kintsugi.protocol.membership import Ok
 from kintsugi.runtime.disk import storage_errors
 from kintsugi.transport import Delivery, Endpoint
 
-PART_BYTES = 1 << 20
 _FILE = re.compile(r"^[\w-][\w.-]*$")
 _FOLDER = re.compile(r"^step-\d+(\.\d+)?$")
 

@@ -41,6 +41,7 @@ from kintsugi.cluster.spawn import own_session_and_log
 from kintsugi.config.schema import Config
 from kintsugi.errors import Fault, KintsugiError, RefusedError
 from kintsugi.protocol.hosts import (
+    PART_BYTES,
     FetchFile,
     FilePart,
     HostBeat,
@@ -65,7 +66,6 @@ SILENT_S = 20.0
 before has lost nothing here."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Pause before a lost host is ordered again; it doubles."""
-PART_BYTES = 1 << 20
 END_S = 12.0
 """Time for all hosts to end in order."""
 GIVE_BACK_S = 5.0

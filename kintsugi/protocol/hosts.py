@@ -6,6 +6,9 @@ import msgspec
 
 from kintsugi.protocol.body import MessageBody
 
+PART_BYTES = 1 << 20
+"""Bytes of a file in one message: a reply of this size is kept, and sent again if it is lost."""
+
 
 class HostVersions(msgspec.Struct, frozen=True):
     """Versions that have to be equal on all hosts of a run."""

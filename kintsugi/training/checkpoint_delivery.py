@@ -16,6 +16,7 @@ import msgspec
 from kintsugi.checkpoint.store import Checkpoint
 from kintsugi.errors import StorageError, StorageFull, WorldError
 from kintsugi.protocol.hosts import (
+    PART_BYTES,
     CheckpointKept,
     FetchFile,
     FilePart,
@@ -29,7 +30,6 @@ from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.disk import storage_errors
 from kintsugi.transport import Reply
 
-PART_BYTES = 1 << 20
 PART_S = 120.0
 """Deadline of one part."""
 KEEP_S = 1800.0
