@@ -48,7 +48,7 @@ from kintsugi.rollout.single_turn import SingleTurnGroups
 from kintsugi.rollout.trajectory import demonstrated_trajectory, describe, int32
 from kintsugi.rollout.user_code.process import UserProcess
 from kintsugi.run_folder.layout import RunFolder
-from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS, IDLENESS
 from kintsugi.runtime.spans import SPANS
 from kintsugi.runtime.waits import WAITS, wait
@@ -64,7 +64,15 @@ MAKE_READY_S = 0.01
 class RolloutWorker:
     """State of one rollout worker; `turn` is one iteration of its loop."""
 
-    def __init__(self, bootstrap: Bootstrap, config: Config, tokenizer: Tokenizer, *, log: EventLog) -> None:
+    def __init__(
+        self,
+        bootstrap: Bootstrap,
+        config: Config,
+        tokenizer: Tokenizer,
+        *,
+        log: EventLog,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self._process = bootstrap.process
         self._config = config
         self._tokenizer = tokenizer
@@ -83,8 +91,8 @@ class RolloutWorker:
         self._declared: Wait | None = None
         """Declared wait: for the generation of the oldest group, or for the user's code."""
         self._wait = 0
-        self._clock = SYSTEM_CLOCK
-        self.endpoint = open_endpoint(bootstrap)
+        self._clock = clock
+        self.endpoint = open_endpoint(bootstrap, clock=clock)
         self.membership = Membership(self.endpoint, bootstrap, capabilities={})
         self.membership.end_with_lifeline(bootstrap.lifeline)
         self._generation = GenerationClient(self.endpoint, clock=self._clock)

@@ -93,9 +93,11 @@ def test_a_group_that_is_asked_for_again_has_the_time_of_the_later_order(
 ) -> None:
     here = world(config())
     here.answers, here.holding = ["12"], True
-    here.begin(run(timeout_s=0.2))
+    here.begin(run(timeout_s=100.0))
     here.until(lambda: len(here.held) == 1)
-    again = here.begin(run())
+    again = here.begin(run(timeout_s=300.0))
+    here.ask(Ping())
+    here.clock.ahead_s = 200.0
     here.until(lambda: len(here.held) == 2)
     here.holding = False
     here.until(lambda: again.done)

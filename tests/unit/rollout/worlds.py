@@ -29,6 +29,7 @@ from kintsugi.rollout.trajectory import int32
 from kintsugi.rollout.user_code.channel import GroupScored, RewardCase, UserCodeFailed
 from kintsugi.rollout.user_code.reward_runner import call
 from kintsugi.rollout.worker import RolloutWorker
+from kintsugi.runtime.clock import SystemClock
 from kintsugi.telemetry.events import EventLog, QuarantineCause, SamplesQuarantined, records_in
 from kintsugi.transport import Delivery, Endpoint, PendingReply, new_key_pair
 from kintsugi.types import Completion, FinishReason, Role, SamplingParams, Ticket
@@ -95,6 +96,15 @@ def config(
     )
 
 
+class AdvancedClock(SystemClock):
+    """The system clock, moved forward by a test."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.ahead_s
+
+
 class World:
     """A rollout worker, a master that asks and a manager that answers: real sockets, all driven by this thread."""
 
@@ -119,7 +129,9 @@ class World:
         _, self.tokenizer = plan_model(settings)
         self.events = tmp_path / "events.jsonl"
         log = EventLog(self.events, process="rollout-0")
-        self.worker = RolloutWorker(bootstrap, settings, self.tokenizer, log=log)
+        self.clock = AdvancedClock()
+        """The worker's."""
+        self.worker = RolloutWorker(bootstrap, settings, self.tokenizer, log=log, clock=self.clock)
         self.answers: list[str] = []
         """Of each turn; `#` stands for the sample."""
         self.held: list[Delivery] = []
