@@ -41,7 +41,7 @@ def test_a_reward_that_hangs_is_ended_and_the_groups_after_it_are_scored(
     world: Callable[[Config], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for_real(monkeypatch)
-    here = world(config(reward=f"{REWARDS}.hanging_once", timeout_s=0.3))
+    here = world(config(reward=f"{REWARDS}.hanging_once", timeout_s=1.0))
     here.answers = ["12"]
     first = here.begin(run("grpo:0:0:0"))
     second = here.begin(run("grpo:0:1:0"))
