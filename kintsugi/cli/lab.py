@@ -9,6 +9,7 @@ import typer
 
 from kintsugi.cli.arguments import Overrides, Recipe, load_validated
 from kintsugi.cli.output import console, counted, say
+from kintsugi.lab.testbed.outputs import Output
 
 app = typer.Typer()
 lab = typer.Typer(no_args_is_help=True, help="Inject faults into runs, and compare diagnosis methods.")
@@ -33,6 +34,10 @@ def soak(
     cold: Annotated[
         bool, typer.Option("--cold", help="Disable the fork server: every process imports its libraries.")
     ] = False,
+    output: Annotated[
+        Output | None,
+        typer.Option(help="Show the disturbed runs as `kintsugi train` does, on an output of this kind."),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every fault and the totals to this file.")
     ] = None,
@@ -45,11 +50,13 @@ def soak(
     from kintsugi.lab.soak.soak import Soak
     from kintsugi.run_folder.creation import create_run_dir, next_run_dir
 
+    if cold and output is not None:
+        raise typer.BadParameter("a run with an output is started with the fork server: leave out --cold")
     config = anchored(load_validated(recipe, overrides).config)
     folder = Path(config.run_dir) if config.run_dir else next_run_dir(config.name).resolve()
     create_run_dir(folder)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run = Soak(config, folder=folder, num_faults=faults, seed=seed, cold=cold, say=say)
+    run = Soak(config, folder=folder, num_faults=faults, seed=seed, cold=cold, output=output, say=say)
     report = run.run()
     if json is not None:
         reports.write(report, json)

@@ -27,6 +27,7 @@ from kintsugi.lab.soak.journal_audit import JournalAudit, audit, first_differenc
 from kintsugi.lab.soak.leak_check import ResourceGrowth
 from kintsugi.lab.soak.plan import SIGNAL_ABILITIES, FaultPlan, FaultRole
 from kintsugi.lab.soak.report import MIN_FAULTS_PER_PAIR, FaultReport, Report, Totals
+from kintsugi.lab.testbed.outputs import Output
 from kintsugi.lab.testbed.run import MarkedRun
 from kintsugi.lab.testbed.watch import RunWatch, StepCommit, detected_at
 from kintsugi.run_folder.layout import RunFolder
@@ -51,7 +52,8 @@ Say = Callable[[str], None]
 
 
 class Soak:
-    """One soak in one folder. `run` returns the report; no process is left running, even after an error."""
+    """One soak in one folder. `run` returns the report; no process is left running, even after an error. With `output`
+    the disturbed runs have their live view, on that output."""
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class Soak:
         phases: Collection[Phase] = INJECTABLE_PHASES,
         abilities: Sequence[Ability] = SIGNAL_ABILITIES,
         num_restarts: int = len(RESTARTS),
+        output: Output | None = None,
         say: Say = lambda line: None,
     ) -> None:
         # An asynchronous run continues while a process is replaced.
@@ -77,6 +80,7 @@ class Soak:
         self._seed = seed
         self._cold = cold
         self._num_restarts = num_restarts
+        self._output = output
         self._say = say
         self._plan = FaultPlan(random_stream(seed, "faults"), roles=roles, phases=phases, abilities=abilities)
         self._needs_coverage = num_faults >= MIN_FAULTS_PER_PAIR * len(roles) * len(phases)
@@ -137,7 +141,7 @@ class Soak:
     def _disturbed(self) -> tuple[JournalAudit | None, float]:
         """Run once with faults until there are enough or the steps are used up; no audit of a run that failed."""
         self._runs += 1
-        run, watch = self._prepare(f"disturbed-{self._runs}")
+        run, watch = self._prepare(f"disturbed-{self._runs}", output=self._output)
         injector = Injector(run, self._folder / f"faults-{self._runs}", watch=watch)
         sequence = FaultSequence(run, watch, plan=self._plan, growth=self._growth, injector=injector)
         incidents: list[InjectedIncident] = []
@@ -216,9 +220,11 @@ class Soak:
             run.close()
         return seconds
 
-    def _prepare(self, name: str, *, steps: int | None = None) -> tuple[MarkedRun, RunWatch]:
+    def _prepare(
+        self, name: str, *, steps: int | None = None, output: Output | None = None
+    ) -> tuple[MarkedRun, RunWatch]:
         config = self._config if steps is None else with_steps(self._config, steps=steps)
-        run = MarkedRun(config, run_dir=self._folder / name, cold=self._cold)
+        run = MarkedRun(config, run_dir=self._folder / name, cold=self._cold, output=output)
         return run, RunWatch(run.run_dir)
 
     def _finish(self, run: MarkedRun, watch: RunWatch) -> str | None:

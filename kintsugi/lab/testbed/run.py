@@ -23,6 +23,7 @@ from kintsugi.config.recipe import dump, load_config
 from kintsugi.config.schema import Config
 from kintsugi.errors import KintsugiError, UserError
 from kintsugi.lab.testbed.growth import with_growth
+from kintsugi.lab.testbed.outputs import CommandOutput, Output
 from kintsugi.lab.testbed.process_tags import carriers, carries
 from kintsugi.lab.testbed.testbed import RunTestbed
 from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_USER_ERROR
@@ -34,6 +35,7 @@ from kintsugi.runtime.waits import wait
 
 MARK = "KINTSUGI_LAB_MARK"
 LAUNCHER = (sys.executable, "-P", "-m", "kintsugi.lab.testbed.run")
+SESSION = (sys.executable, "-P", "-m", "kintsugi.cli.session")
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Makes the C library return freed memory to the kernel immediately. Where there is no accelerator, tensors are in host
 memory, and memory that the C library keeps could not be refused to the process."""
@@ -56,12 +58,17 @@ class MarkedRun:
         cold: bool = False,
         command: Sequence[str] = LAUNCHER,
         testbed: RunTestbed | None = None,
+        output: Output | None = None,
     ) -> None:
         """`command` is the launcher; its arguments are the folder, `start` or `resume`, `warm` or `cold`, and the hosts
-        file if `testbed` has hosts."""
+        file if `testbed` has hosts. With `output` the run is started as `kintsugi train` starts it instead, with the
+        live view on that output."""
         self.run_dir = run_dir
         self.testbed = testbed
         self._command = command
+        self._output = output
+        self._lifeline = -1
+        """Write end of the pipe whose end stops a run that was started with an output."""
         self.config = msgspec.structs.replace(config, run_dir=str(run_dir))
         self.launcher: Child | None = None
         self._cold = cold
@@ -72,21 +79,41 @@ class MarkedRun:
     def start(self, *, resume: bool = False) -> None:
         if self.launcher is not None:
             self.launcher.close()
+        if self._output is not None and not resume:
+            self._start_session(self._output)
+            return
         how = ["resume" if resume else "start", "cold" if self._cold else "warm"]
         if self.testbed is not None and self.testbed.hosts:
             how.append(str(self.testbed.hosts_file))
         with (self.run_dir / "launcher.log").open("ab") as log:
             self.launcher = SystemProcesses().spawn(
                 [*self._command, str(self.run_dir), *how],
-                environment={
-                    **os.environ,
-                    **(GIVES_BACK if self.testbed is not None else {}),
-                    MARK: self._mark,
-                },
+                environment=self._environment(),
                 stdout=log,
                 stderr=log,
                 new_session=True,
             )
+
+    def _start_session(self, output: Output) -> None:
+        """Start the run with its live view; the run stops when this process ends."""
+        opened = CommandOutput(output, log=self.run_dir / "launcher.log")
+        read_end, self._lifeline = os.pipe()
+        try:
+            self.launcher = SystemProcesses().spawn(
+                opened.command([*SESSION, str(self.run_dir), str(read_end)]),
+                environment={**self._environment(), "TERM": "xterm-256color"},
+                pass_fds=(read_end,),
+                stdout=opened.descriptor,
+                stderr=opened.descriptor,
+                new_session=True,
+            )
+        finally:
+            os.close(read_end)
+            opened.started()
+
+    def _environment(self) -> dict[str, str]:
+        gives_back = GIVES_BACK if self.testbed is not None else {}
+        return {**os.environ, **gives_back, MARK: self._mark}
 
     @property
     def running(self) -> bool:
@@ -124,6 +151,9 @@ class MarkedRun:
     def close(self) -> None:
         """End the remaining processes of the run."""
         self.kill_everything()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
         if self.launcher is not None:
             self.launcher.close()
             self.launcher = None
