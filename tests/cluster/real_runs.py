@@ -42,6 +42,19 @@ def until(condition: Callable[[], object], what: str, *, timeout_s: float = LONG
         time.sleep(0.005)
 
 
+def in_use_elsewhere(names: set[str]) -> set[str]:
+    """Files of /dev/shm that a living process has mapped or open. Once a run has ended, they are of other programs."""
+    found: set[str] = set()
+    for process in Path("/proc").iterdir() if names else ():
+        if not process.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            mapped = (process / "maps").read_text(errors="replace")
+            opened = [os.readlink(descriptor) for descriptor in (process / "fd").iterdir()]
+            found |= {name for name in names if f"/dev/shm/{name}" in mapped or f"/dev/shm/{name}" in opened}
+    return found
+
+
 class Run:
     """One run folder and the command that runs it. Every process of it inherits a mark, by which it is found."""
 
@@ -201,7 +214,8 @@ class Run:
     def assert_nothing_left(self, *, timeout_s: float = 0.0) -> None:
         """At once after an end that we saw; within a bounded time when whoever would clean up was killed."""
         until(lambda: not self.pids(), f"the end of {self.pids()}", timeout_s=timeout_s)
-        assert not set(os.listdir("/dev/shm")) - self._shared_memory
+        left = set(os.listdir("/dev/shm")) - self._shared_memory
+        assert not left - in_use_elsewhere(left)
         inputs = self.run_dir / "inputs"
         began = [record.event for record in read_inputs(inputs)] if inputs.exists() else []
         jobs = [e.job for e in began if isinstance(e, Began)]

@@ -291,9 +291,14 @@ def test_after_all_the_nonsense_nothing_is_left(served: Served) -> None:
 def test_a_signal_lets_requests_finish_and_ends_everything(model: Path, number: signal.Signals) -> None:
     with serving(model) as served, ThreadPoolExecutor(1) as threads, client_of(served) as client:
         family = served.descendants()
+        servers = [int(server["pid"]) for server in served.servers()]
+        for pid in servers:
+            os.kill(pid, signal.SIGSTOP)  # The request is under way until they go on.
         pending = threads.submit(streamed, client, 1)
         until(lambda: served.figure("queue_depth")[""] == 1, "the request")
         served.process.send_signal(number)
+        for pid in servers:
+            os.kill(pid, signal.SIGCONT)
         assert len(pending.result(timeout=30)) > 0
         assert served.process.wait(timeout=30) == 0
         until(lambda: not any(map(is_alive, family)), "the end of its processes", timeout_s=10)
