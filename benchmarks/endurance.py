@@ -26,6 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
+
 from kintsugi.diagnosis import diagnose
 from kintsugi.run_folder.reader import read_status, read_summary
 from kintsugi.runtime.clock import SystemClock
