@@ -139,8 +139,7 @@ def kill_launcher_and(process: str) -> Body:
 def kill_everything_else(run: Run, chance: Chance) -> None:
     """All processes of the run at once, except the launcher and the command that shows it."""
     run.start()
-    until(lambda: pid_of(run, "model-0"), "the first model-0")
-    chance.wait(part=0.7)
+    wait_in_steps(run, chance)
     assert run.launcher is not None
     kept = launcher_of(run), run.launcher.pid
     strike(run, *(pid for pid in run.pids() if pid not in kept))
@@ -148,8 +147,7 @@ def kill_everything_else(run: Run, chance: Chance) -> None:
 
 def kill_everything_and_resume(run: Run, chance: Chance) -> None:
     run.start()
-    until(lambda: pid_of(run, "model-0"), "the first model-0")
-    chance.wait(part=0.7)
+    wait_in_steps(run, chance)
     launcher_of(run)
     strike(run, *run.pids())
     run.assert_nothing_left(timeout_s=LEFT_S)
@@ -328,8 +326,8 @@ def main() -> int:
             chance = Chance(random.Random(f"{options.seed} {case}"), undisturbed_s)
             try:
                 result = play(case, folder, chance=chance, expected=expected)
-            except (AssertionError, subprocess.TimeoutExpired) as error:
-                result = Result(case, "", f"failed: {error}", False, 1, 0.0, "")
+            except (AssertionError, subprocess.TimeoutExpired, Missed) as error:
+                result = Result(case, "", f"failed: {error!r}", False, 1, 0.0, "")
             results.append(result)
             print(json.dumps(result._asdict()), flush=True)
     if options.json:

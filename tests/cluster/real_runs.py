@@ -201,7 +201,8 @@ class Run:
     def assert_nothing_left(self, *, timeout_s: float = 0.0) -> None:
         """At once after an end that we saw; within a bounded time when whoever would clean up was killed."""
         until(lambda: not self.pids(), f"the end of {self.pids()}", timeout_s=timeout_s)
-        assert not set(os.listdir("/dev/shm")) - self._shared_memory
+        left = set(os.listdir("/dev/shm")) - self._shared_memory
+        assert not left, f"left in shared memory: {left}"
         inputs = self.run_dir / "inputs"
         began = [record.event for record in read_inputs(inputs)] if inputs.exists() else []
         jobs = [e.job for e in began if isinstance(e, Began)]
