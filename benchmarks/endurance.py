@@ -108,7 +108,7 @@ def launcher_of(run: Run) -> int:
 def wait_in_steps(run: Run, chance: Chance) -> None:
     """Wait for a random moment after a random step: most of the time of such a short run is its start."""
     step = chance.rng.randrange(LAST_STEP)
-    until(lambda: run.run_dir.exists() and read_status(run.run_dir).step >= step, f"step {step}")
+    until(lambda: any(run.launchers()) and read_status(run.run_dir).step >= step, f"step {step}")
     time.sleep(chance.rng.uniform(0.0, LONGEST_INTO_STEP_S))
 
 
