@@ -114,8 +114,8 @@ def _unrecorded_ends(bundle: EvidenceBundle, *, at: float) -> Iterator[ProcessEn
 def _died_with_others(
     bundle: EvidenceBundle, process: str, last: float, gone: list[tuple[float, float, str, int]]
 ) -> bool:
-    """Whether the agent of a process, or processes of an agent, were gone in the same moment: then the time until it was
-    there again is that of all of them, and says nothing about a process that was stopped."""
+    """Whether the agent of a process, or processes of an agent, were gone in the same moment: the time until
+    it was there again is that of all of them, and no sign of a process that was stopped."""
     host = bundle.host_of.get(process, "")
     agent = bundle.observer_of.get(host, "")
     ends = [(end.time, end.process) for end in bundle.ends] + [(time, other) for time, _, other, _ in gone]
