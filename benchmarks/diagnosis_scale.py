@@ -17,6 +17,9 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
 
 from kintsugi.diagnosis.diagnose import DiagnosisMemory
 from kintsugi.diagnosis.evidence import MASTER

@@ -26,15 +26,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
+
 from kintsugi.diagnosis import diagnose
 from kintsugi.run_folder.reader import read_status, read_summary
 from kintsugi.runtime.clock import SystemClock
 from kintsugi.telemetry.events import ProcessBegan, read_events
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
-from tests.cluster.real_runs import RECIPE, Run, until
+from tests.cluster.real_runs import LAST_STEP, RECIPE, Run, until
 
 END_S = 120.0
 LEFT_S = 20.0
+LONGEST_INTO_STEP_S = 0.4
+"""Longest time between the step that was chosen and the kill; a step takes about a quarter of a second."""
 PIDS = Path("/sys/fs/cgroup/pids")
 """Controller of the number of processes, as cgroups of version 1 have it."""
 ATTEMPTS = 5
@@ -101,6 +105,13 @@ def launcher_of(run: Run) -> int:
     return launcher
 
 
+def wait_in_steps(run: Run, chance: Chance) -> None:
+    """Wait for a random moment after a random step: most of the time of such a short run is its start."""
+    step = chance.rng.randrange(LAST_STEP)
+    until(lambda: any(run.launchers()) and read_status(run.run_dir).step >= step, f"step {step}")
+    time.sleep(chance.rng.uniform(0.0, LONGEST_INTO_STEP_S))
+
+
 def kill_launcher(run: Run, chance: Chance) -> None:
     run.start()
     run.launcher_pair()
@@ -108,11 +119,18 @@ def kill_launcher(run: Run, chance: Chance) -> None:
     strike(run, launcher_of(run))
 
 
+def kill_launcher_in_steps(run: Run, chance: Chance) -> None:
+    run.start()
+    run.launcher_pair()
+    wait_in_steps(run, chance)
+    strike(run, launcher_of(run))
+
+
 def kill_launcher_and(process: str) -> Body:
     def body(run: Run, chance: Chance) -> None:
         run.start()
         until(lambda: pid_of(run, process), f"the first {process}")
-        chance.wait(part=0.8)
+        wait_in_steps(run, chance)
         strike(run, launcher_of(run), pid_of(run, process))
 
     return body
@@ -121,8 +139,7 @@ def kill_launcher_and(process: str) -> Body:
 def kill_everything_else(run: Run, chance: Chance) -> None:
     """All processes of the run at once, except the launcher and the command that shows it."""
     run.start()
-    until(lambda: pid_of(run, "model-0"), "the first model-0")
-    chance.wait(part=0.7)
+    wait_in_steps(run, chance)
     assert run.launcher is not None
     kept = launcher_of(run), run.launcher.pid
     strike(run, *(pid for pid in run.pids() if pid not in kept))
@@ -130,8 +147,7 @@ def kill_everything_else(run: Run, chance: Chance) -> None:
 
 def kill_everything_and_resume(run: Run, chance: Chance) -> None:
     run.start()
-    until(lambda: pid_of(run, "model-0"), "the first model-0")
-    chance.wait(part=0.7)
+    wait_in_steps(run, chance)
     launcher_of(run)
     strike(run, *run.pids())
     run.assert_nothing_left(timeout_s=LEFT_S)
@@ -224,6 +240,7 @@ def limit_processes(run: Run, chance: Chance) -> None:
 
 CASES: dict[str, Body] = {
     **{f"launcher, moment {number}": kill_launcher for number in range(1, 11)},
+    **{f"launcher in the steps, moment {number}": kill_launcher_in_steps for number in range(1, 11)},
     **{f"launcher and master, moment {number}": kill_launcher_and("master-0") for number in range(1, 4)},
     **{f"launcher and agent, moment {number}": kill_launcher_and("agent-0") for number in range(1, 4)},
     **{f"launcher and a rank, moment {number}": kill_launcher_and("model-1") for number in range(1, 4)},
@@ -309,8 +326,8 @@ def main() -> int:
             chance = Chance(random.Random(f"{options.seed} {case}"), undisturbed_s)
             try:
                 result = play(case, folder, chance=chance, expected=expected)
-            except (AssertionError, subprocess.TimeoutExpired) as error:
-                result = Result(case, "", f"failed: {error}", False, 1, 0.0, "")
+            except (AssertionError, subprocess.TimeoutExpired, Missed) as error:
+                result = Result(case, "", f"failed: {error!r}", False, 1, 0.0, "")
             results.append(result)
             print(json.dumps(result._asdict()), flush=True)
     if options.json:

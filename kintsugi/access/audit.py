@@ -114,8 +114,9 @@ def record(
     detail: str = "",
     begins: bool = False,
     clock: Clock = SYSTEM_CLOCK,
-) -> None:
+) -> list[str]:
     """Record an action in the log of the run, if there is one, and in the host's log. Both are on disk afterwards.
+    Returns the damage that was found at the ends of the logs, a sentence each.
 
     `begins`: the action creates the run, so its log does not exist yet. Raises StorageError or UntrustedFile; an action
     over the network is refused then, a local one is not.
@@ -133,14 +134,16 @@ def record(
         token=caller.token,
         detail=_text(detail),
     )
-    chained = "" if run_dir is None else append(RunFolder(run_dir).audit_file, entry, begins=begins)
+    damage = []
+    if run_dir is not None:
+        entry, found = append(RunFolder(run_dir).audit_file, entry, begins=begins)
+        damage += found
     path = host_log()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    append(
-        path, msgspec.structs.replace(entry, chained=chained), begins=not path.with_suffix(".begun").exists()
-    )
+    _, found = append(path, entry, begins=not path.with_suffix(".begun").exists())
     # The mark tells a host without a log from one whose log was removed.
     path.with_suffix(".begun").touch(mode=0o600)
+    return damage + found
 
 
 def _text(value: str, *, longest: int = LONGEST_TEXT) -> str:
@@ -148,8 +151,9 @@ def _text(value: str, *, longest: int = LONGEST_TEXT) -> str:
     return value.encode("utf-8", "backslashreplace").decode()[:longest]
 
 
-def append(path: Path, entry: AuditEntry, *, begins: bool) -> str:
-    """Append an entry behind the last one and return its hash. See the module for what happens after damage."""
+def append(path: Path, entry: AuditEntry, *, begins: bool) -> tuple[AuditEntry, list[str]]:
+    """Append an entry behind the last one. Returns it with its hash as `chained`, and the damage that was found, if
+    any. See the module for what happens after damage."""
     try:
         owner = os.stat(path.parent).st_uid
         descriptor = open_owned(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, owners=frozenset({owner}))
@@ -169,12 +173,16 @@ def append(path: Path, entry: AuditEntry, *, begins: bool) -> str:
         os.close(descriptor)
 
 
-def _append_locked(descriptor: int, path: Path, entry: AuditEntry, *, begins: bool) -> str:
+def _append_locked(
+    descriptor: int, path: Path, entry: AuditEntry, *, begins: bool
+) -> tuple[AuditEntry, list[str]]:
     end = os.fstat(descriptor).st_size
     data, previous, number = b"", GENESIS, 0
+    damage = []
     if end == 0:
         if not begins:
             data, previous, number = _remark(entry, LOG_MISSING, "the log had no entries", GENESIS, 0)
+            damage = [f"{path} had no entries: it was removed or emptied"]
     else:
         tail = os.pread(descriptor, LONGEST_LINE, max(0, end - LONGEST_LINE))
         last = tail.removesuffix(b"\n").rpartition(b"\n")[2]
@@ -187,6 +195,7 @@ def _append_locked(descriptor: int, path: Path, entry: AuditEntry, *, begins: bo
                 entry, DAMAGE_FOUND, f"line {lines}: {what}", _digest(last), lines
             )
             data = joint + remark
+            damage = [f"{path}: line {lines}: {what}"]
         else:
             number, previous = read[0].number, read[1]
     line, chained = _line(msgspec.structs.replace(entry, number=number + 1), previous)
@@ -194,7 +203,7 @@ def _append_locked(descriptor: int, path: Path, entry: AuditEntry, *, begins: bo
     os.fsync(descriptor)
     if end == 0:
         _sync_folder(path.parent)
-    return chained
+    return msgspec.structs.replace(entry, chained=chained), damage
 
 
 def _remark(
@@ -271,7 +280,7 @@ def verify(path: Path, *, owner: int | None = None) -> AuditReport:
     try:
         descriptor = open_owned(path, os.O_RDONLY, owners=owners)
     except FileNotFoundError:
-        report.problems.append(AuditProblem(0, f"{path} does not exist"))
+        report.problems.append(AuditProblem(0, "it does not exist"))
         return report
     except OSError as error:
         raise StorageError(f"could not read {path}: {error.strerror or error}") from error

@@ -149,15 +149,19 @@ def entry_line(entry: AuditEntry) -> str:
 def record_locally(
     run_dir: Path | None, action: str, *, answer: str = "accepted", detail: str = "", begins: bool = False
 ) -> None:
-    """Record a command of the local user. A log that cannot be written costs a warning, never the command."""
+    """Record a command of the local user. A log that cannot be written, or is damaged, costs a warning, never the
+    command."""
     from kintsugi.access.audit import record
     from kintsugi.access.gate import local_caller
     from kintsugi.errors import KintsugiError
 
     try:
-        record(run_dir, local_caller(run_dir), action, answer=answer, detail=detail, begins=begins)
+        damage = record(run_dir, local_caller(run_dir), action, answer=answer, detail=detail, begins=begins)
     except (KintsugiError, OSError) as error:
         say(f"warning: this action is not in the audit log: {error}", err=True)
+        return
+    for each in damage:
+        say(f"warning: audit log {each} (`kintsugi audit` shows it)", err=True)
 
 
 def expiry(text: str, *, now: float) -> float:

@@ -126,7 +126,14 @@ def check_resumable(
     config = status.config if config is None else config
     if status.state is reader.RunState.RUNNING:
         where = f"on host {status.host}" if status.host else f"process {status.pid}"
-        raise UserError(f"{folder} is running ({where}); there is nothing to resume")
+        hint = ""
+        if status.host:
+            unseen_s = max(0.0, reader.unseen_s(folder))
+            hint = (
+                f"; it gave a sign of life {unseen_s:.0f} s ago. If that host is gone, "
+                f"`kintsugi resume --take-over` works {reader.ELSEWHERE_S:.0f} s after the last one"
+            )
+        raise UserError(f"{folder} is running ({where}); there is nothing to resume{hint}")
     if not take_over:
         reader.living_launcher(folder)  # Refuses one of another host.
     if status.state is reader.RunState.FINISHED and stages(config)[-1].last_step <= status.total_steps:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -63,6 +62,7 @@ from kintsugi.runtime.descriptors import raise_descriptor_limit
 from kintsugi.runtime.disk import write_atomically
 from kintsugi.runtime.proc import process_start_time
 from kintsugi.runtime.processes import SystemProcesses
+from kintsugi.runtime.secrecy import private_process
 from kintsugi.runtime.signals import Signals
 from kintsugi.transport import Endpoint, PendingReply, new_key_pair
 
@@ -216,8 +216,7 @@ class _HostSupervisor:
         failure = ""
         try:
             with ExitStack() as stack:
-                stack.callback(os.umask, os.umask(0o077))
-                resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+                stack.enter_context(private_process())
                 self._fetch_files()
                 self._check_imports()
                 stack.enter_context(subreaper())

@@ -17,7 +17,6 @@ import contextlib
 import errno
 import math
 import os
-import resource
 import signal
 import socket
 import traceback
@@ -71,6 +70,7 @@ from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.descriptors import raise_descriptor_limit
 from kintsugi.runtime.proc import process_start_time
 from kintsugi.runtime.processes import Child, Processes, SystemProcesses, describe_status
+from kintsugi.runtime.secrecy import private_process
 from kintsugi.runtime.signals import Signals
 from kintsugi.runtime.waits import wait_readable
 from kintsugi.telemetry.disk_budget import DISK_BUDGET
@@ -119,11 +119,7 @@ def launch(
     raise_descriptor_limit(num_processes(config))
     DISK_BUDGET.divide(num_processes(config))
     with ExitStack() as stack:
-        # Files of the run, also those that its processes write, are for this user only.
-        stack.callback(os.umask, os.umask(0o077))
-        cores = resource.getrlimit(resource.RLIMIT_CORE)
-        stack.callback(resource.setrlimit, resource.RLIMIT_CORE, cores)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, cores[1]))  # A core dump would hold secret keys.
+        stack.enter_context(private_process())
         signals = Signals(signal.SIGINT, signal.SIGTERM)
         stack.callback(signals.close)
         listener = stack.enter_context(_listen(hosts[0], port=config.cluster.port))

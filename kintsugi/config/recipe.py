@@ -31,6 +31,7 @@ from kintsugi.config.schema import (
 from kintsugi.config.stages import stages
 from kintsugi.errors import ConfigError, StorageError
 from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.disk import write_atomically
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -199,10 +200,10 @@ def _expand_custom_algorithm(tree: Tree, origins: Origins) -> None:
 
 
 def dump(config: Config, path: Path) -> None:
-    """Write all values, including defaults; `load_config` returns an equal `Config`."""
+    """Write all values, including defaults, for this user only; `load_config` returns an equal `Config`."""
     text = yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True, width=120)
     try:
-        path.write_text(text, encoding="utf-8")
+        write_atomically(path, text.encode(), durable=True, mode=0o600)
     except OSError as error:
         raise StorageError(f"could not write {path}: {error.strerror or error}") from error
 

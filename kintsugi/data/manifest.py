@@ -10,6 +10,7 @@ import msgspec
 from kintsugi.data.jsonl_rows import RowTable
 from kintsugi.errors import StorageError
 from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.disk import write_atomically
 
 
 class FoundData(msgspec.Struct, frozen=True):
@@ -59,6 +60,6 @@ def write_record(record: DataManifest, run_dir: Path) -> None:
     path = RunFolder(run_dir).data_file
     text = msgspec.json.format(msgspec.json.encode(record), indent=2)
     try:
-        path.write_bytes(text + b"\n")
+        write_atomically(path, text + b"\n", durable=False, mode=0o600)
     except OSError as error:
         raise StorageError(f"could not write {path}: {error.strerror}") from error

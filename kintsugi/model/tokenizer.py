@@ -35,6 +35,11 @@ TOKENIZER_FILES = (
 
 LONG_TEXT = 1 << 14
 """Number of characters that take milliseconds to encode."""
+MOST_LOOP_STEPS = 1_000_000
+"""Steps of all loops over `range` in one rendering of a chat template: a fraction of a second."""
+LONGEST_REPETITION = 1 << 24
+"""Length of a text or list that a chat template may make by `*`; a longer conversation is no request."""
+LARGEST_EXPONENT = 64
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors of a chat template, which is untrusted code, with messages that it does not expect."""
 _SPECIAL_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -209,6 +214,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
                 **(variables or {}),
+                range=_BoundedRanges(),
             )
         except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
             raise ModelError(f"{self._where}: the chat template failed: {error}") from error
@@ -295,13 +301,46 @@ def _compiled_template(text: str) -> jinja2.Template:
 
 def _template_environment() -> jinja2.Environment:
     """Environment that templates on the hub expect, sandboxed: a template is untrusted code."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_template_error
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
+
+
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox in which a template can not take the time or the memory of the process by an operator."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and abs(right) > LARGEST_EXPONENT:
+            _raise_template_error(f"expected an exponent of at most {LARGEST_EXPONENT}, got {right}")
+        if operator == "*":
+            for text, count in ((left, right), (right, left)):
+                if hasattr(text, "__len__") and len(text) * count > LONGEST_REPETITION:
+                    _raise_template_error(
+                        f"expected `*` to make at most {LONGEST_REPETITION:,} characters or items, "
+                        f"got {len(text) * count:,}"
+                    )
+        return super().call_binop(context, operator, left, right)
+
+
+class _BoundedRanges:
+    """`range` of one rendering. A loop within a loop asks for its range in every step of the outer one."""
+
+    def __init__(self) -> None:
+        self._steps_left = MOST_LOOP_STEPS
+
+    def __call__(self, *arguments: int) -> range:
+        steps = range(*arguments)
+        # Compared by its ends: `len` refuses a range of more than 2**63 steps.
+        if steps and abs(steps[-1] - steps[0]) // abs(steps.step) >= self._steps_left:
+            _raise_template_error(f"its loops take more than {MOST_LOOP_STEPS:,} steps")
+        self._steps_left -= len(steps)
+        return steps
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

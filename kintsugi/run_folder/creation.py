@@ -47,7 +47,7 @@ def make_run_folder(resolved: Resolved, *, rewards: Path | None = None) -> tuple
     create_run_dir(run_dir)
     try:
         if webhook is not None:
-            _write_secret(run.webhook_file, webhook.encode())
+            _write(run.webhook_file, webhook.encode())
         dump(config, run.config_file)
         _write(run.origins_file, msgspec.json.format(msgspec.json.encode(resolved.origins), indent=1))
         if source is not None:
@@ -102,16 +102,10 @@ def redacted(url: str) -> str:
     return f"{parts.scheme}://{host}{REDACTED}"
 
 
-def _write_secret(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes) -> None:
+    """Write a file that only this user can read, also where the umask would let others."""
     try:
         write_atomically(path, data, durable=True, mode=0o600)
-    except OSError as error:
-        raise StorageError(f"could not write {path}: {error.strerror or error}") from error
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
     except OSError as error:
         raise StorageError(f"could not write {path}: {error.strerror or error}") from error
 

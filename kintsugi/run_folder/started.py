@@ -29,7 +29,7 @@ def record_start(folder: Path, config: Config) -> None:
     """Write the configuration with which the run starts, or with which it was resumed in spite of changes."""
     path = RunFolder(folder).started_file
     try:
-        write_atomically(path, msgspec.json.encode(_Started(_plain(config))), durable=False)
+        write_atomically(path, msgspec.json.encode(_Started(_plain(config))), durable=False, mode=0o600)
     except OSError as error:
         raise StorageError(f"could not write {path}: {error.strerror or error}") from error
 

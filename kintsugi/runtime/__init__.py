@@ -11,6 +11,7 @@ spans.py      recording of durations
 disk.py       files by path, with explicit durability
 processes.py  child processes, held by pidfd
 shortages.py  exit codes of processes that the host did not give what they need
+secrecy.py    private files and no core dumps of processes that hold keys
 proc.py       processes as /proc shows them
 signals.py    signals as readable descriptors
 stacks.py     stack dumps of hung and crashed processes

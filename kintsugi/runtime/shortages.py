@@ -16,6 +16,8 @@ EXIT_NO_DESCRIPTORS = 73
 EXIT_FILE_LIMIT = 74
 """The process met its own limit of the size of a file (RLIMIT_FSIZE)."""
 EXIT_NO_THREADS = 75
+EXIT_ADDRESS_TAKEN = 76
+"""Another process has the name or port of its socket: another user can take the name of an agent that was killed."""
 
 SHORTAGES = {
     EXIT_UNFIT: "it met an error of the host",
@@ -23,6 +25,7 @@ SHORTAGES = {
     EXIT_NO_DESCRIPTORS: "no descriptor was left to it",
     EXIT_FILE_LIMIT: "it met its own limit of the size of a file, ulimit -f",
     EXIT_NO_THREADS: "it could start no thread: the limit of processes of its user or control group is reached",
+    EXIT_ADDRESS_TAKEN: "another process has the name or port of its socket",
 }
 """Exit codes of a process that was not given what it needs, and the reason: another one is started in its place."""
 _NO_THREAD = "can't start new thread"
@@ -31,6 +34,7 @@ _BY_NUMBER = {
     errno.EMFILE: EXIT_NO_DESCRIPTORS,
     errno.ENFILE: EXIT_NO_DESCRIPTORS,
     errno.ENOMEM: EXIT_NO_MEMORY,
+    errno.EADDRINUSE: EXIT_ADDRESS_TAKEN,
 }
 
 

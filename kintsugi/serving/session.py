@@ -26,6 +26,7 @@ from kintsugi.openai_api import http
 from kintsugi.openai_api.api_errors import ApiError
 from kintsugi.openai_api.requests import ApiLimits
 from kintsugi.protocol.weights import LoadWeights, WeightsLoaded
+from kintsugi.runtime.secrecy import private_process
 from kintsugi.serving.control_thread import ControlThread
 from kintsugi.serving.credentials import Credentials
 from kintsugi.serving.folder import folder_of_logs
@@ -68,7 +69,7 @@ def serve(options: ServeOptions, given: Mapping[str, Any], *, print_line: Callab
     options.credentials.check(insecure=options.insecure)
     config, tokenizer = described(options.model)
     server_options = make_options(options.model, config, max_length=options.max_length, given=given)
-    with folder_of_logs(print_line=print_line) as run_dir:
+    with private_process(), folder_of_logs(print_line=print_line) as run_dir:
         write_options(server_options, run_dir)
         session = ServeSession(
             options,

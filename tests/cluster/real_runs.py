@@ -215,7 +215,8 @@ class Run:
         """At once after an end that we saw; within a bounded time when whoever would clean up was killed."""
         until(lambda: not self.pids(), f"the end of {self.pids()}", timeout_s=timeout_s)
         left = set(os.listdir("/dev/shm")) - self._shared_memory
-        assert not left - in_use_elsewhere(left)
+        left -= in_use_elsewhere(left)
+        assert not left, f"left in shared memory: {left}"
         inputs = self.run_dir / "inputs"
         began = [record.event for record in read_inputs(inputs)] if inputs.exists() else []
         jobs = [e.job for e in began if isinstance(e, Began)]

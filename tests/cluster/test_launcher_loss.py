@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Iterable
 
@@ -109,6 +110,8 @@ def test_the_standby_takes_over_from_a_launcher_that_was_killed(run: TinyRun) ->
     second, third = run.pair(other_than=(launcher,))
     assert second == standby
     assert_as_before(run, started=started, agent=agent, master=master)
+    with_keys = (second, third, agent, master, *started.values())
+    assert {resource.prlimit(pid, resource.RLIMIT_CORE)[0] for pid in with_keys} == {0}
     gone = [record.event for record in read_events(run.run_dir, process="launcher-0")]
     assert [(each.of, each.pid, each.status) for each in gone if isinstance(each, ProcessGone)] == [
         ("launcher-0", launcher, -signal.SIGKILL)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kintsugi.runtime.proc import process_start_time
-from kintsugi.runtime.shortages import EXIT_NO_DESCRIPTORS
+from kintsugi.runtime.shortages import EXIT_ADDRESS_TAKEN, EXIT_NO_DESCRIPTORS
 from kintsugi.telemetry.events import ProcessGone, read_events
 from kintsugi.types import Role
 from tests.cluster.tiny_runs import TinyRun, start_of, until
@@ -81,6 +81,36 @@ def test_an_agent_that_fails_comes_back_and_its_processes_keep_their_pids(run: T
     statuses = [(each.of, each.status) for each in gone if isinstance(each, ProcessGone)]
     assert statuses == [(agent, EXIT_NO_DESCRIPTORS)]
     end(run)
+
+
+@pytest.mark.slow
+def test_a_stranger_that_takes_the_name_of_an_agents_socket_delays_its_successor_and_ends_no_run(
+    run: TinyRun,
+) -> None:
+    run.start_and_wait(start_of("model-0"))
+    run.note_sockets()
+    name, started, first = f"\0kintsugi-{run.job()}-host-0", run.started(), run.agent_pid()
+
+    def codes() -> list[int | None]:
+        gone = [record.event for record in read_events(run.run_dir, process="launcher-0")]
+        return [each.status for each in gone if isinstance(each, ProcessGone) and each.of == "agent-0"]
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        os.kill(first, signal.SIGKILL)
+        until(lambda: is_bound(stranger, name), "the name of the agent's socket")
+        until(lambda: len(codes()) == 3, "two successors that do not get the name")
+    assert codes() == [-signal.SIGKILL, EXIT_ADDRESS_TAKEN, EXIT_ADDRESS_TAKEN]
+    until(lambda: len(run.registrations("agent-0")) == 2, "a successor that gets it")
+    assert run.registrations("agent-0")[1][1] == sorted(started.values())
+    end(run)
+
+
+def is_bound(stranger: socket.socket, name: str) -> bool:
+    try:
+        stranger.bind(name)
+    except OSError:
+        return False
+    return True
 
 
 @pytest.mark.slow

@@ -53,6 +53,8 @@ FULL = 0.9
 """Share of a memory limit above which a SIGKILL counts as the kernel's."""
 RESTART_S = 2.5
 """Longest time until a killed agent is back; an agent that was stopped is waited for before it is replaced."""
+TOGETHER_S = 1.5
+"""Longest time between the last heartbeats, or recorded ends, of processes that were killed in the same moment."""
 REPORTED_S = 3.0
 """Longest time until an end is recorded by the parent of the process."""
 NOTICED_AFTER_S = {FaultKind.HANDOVER: 1.0, FaultKind.NETWORK_DELAY: 1.0}
@@ -88,6 +90,7 @@ def discrete_events(
 def _unrecorded_ends(bundle: EvidenceBundle, *, at: float) -> Iterator[ProcessEnd]:
     """Yield an end for each process that began again without one: the parent that records ends may have died too."""
     overs = [phase.time for phase in bundle.phases if phase.name in OVER]
+    gone: list[tuple[float, float, str, int]] = []
     for process, births in bundle.births.items():
         for (began, pid), (born, _) in pairwise(births):
             has_exited = any(began < time <= born for time in bundle.goodbyes.get(process, ()))
@@ -96,15 +99,30 @@ def _unrecorded_ends(bundle: EvidenceBundle, *, at: float) -> Iterator[ProcessEn
             if at - born < REPORTED_S or has_exited or ended_with_the_run or is_recorded:
                 continue
             beats = bundle.beats_in(process, -math.inf, born)
-            last = beats[-1] if beats else born
-            was_stalled = born - last > RESTART_S
-            how = (
-                "did not run any more, and was started again"
-                if was_stalled
-                else "is gone without a recorded end, and was started again"
-            )
-            source = str(RELATIVE.events_file(process))
-            yield ProcessEnd(last, process, pid, None, how, False, False, source, was_stalled=was_stalled)
+            gone.append((beats[-1] if beats else born, born, process, pid))
+    for last, born, process, pid in gone:
+        was_stalled = born - last > RESTART_S and not _died_with_others(bundle, process, last, gone)
+        how = (
+            "did not run any more, and was started again"
+            if was_stalled
+            else "is gone without a recorded end, and was started again"
+        )
+        source = str(RELATIVE.events_file(process))
+        yield ProcessEnd(last, process, pid, None, how, False, False, source, was_stalled=was_stalled)
+
+
+def _died_with_others(
+    bundle: EvidenceBundle, process: str, last: float, gone: list[tuple[float, float, str, int]]
+) -> bool:
+    """Whether the agent of a process, or processes of an agent, were gone in the same moment: the time until
+    it was there again is that of all of them, and no sign of a process that was stopped."""
+    host = bundle.host_of.get(process, "")
+    agent = bundle.observer_of.get(host, "")
+    ends = [(end.time, end.process) for end in bundle.ends] + [(time, other) for time, _, other, _ in gone]
+    same = {other for time, other in ends if other != process and abs(time - last) <= TOGETHER_S}
+    if process == agent:
+        return any(bundle.host_of.get(other) == host for other in same)
+    return agent in same
 
 
 def _ends(bundle: EvidenceBundle, ends: list[ProcessEnd]) -> Iterator[Finding]:

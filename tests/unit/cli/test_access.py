@@ -79,6 +79,21 @@ def test_a_log_that_cannot_be_written_costs_a_warning(run: Path, capsys: pytest.
     assert "warning: this action is not in the audit log" in capsys.readouterr().err
 
 
+def test_a_damaged_or_removed_log_is_named_by_the_next_command(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = RunFolder(run).audit_file
+    log.write_bytes(log.read_bytes().replace(b"start", b"stert"))
+    record_locally(run, Action.STOP)
+    warning = f"warning: audit log {log}: line 1: its hash is wrong: the line was changed"
+    assert warning in capsys.readouterr().err
+    log.unlink()
+    record_locally(run, Action.STOP)
+    assert f"warning: audit log {log} had no entries" in capsys.readouterr().err
+    record_locally(run, Action.STOP)
+    assert capsys.readouterr().err == ""
+
+
 def test_expiry_is_a_duration_or_a_date() -> None:
     assert expiry("2h", now=100.0) == 7300.0
     assert expiry("2027-01-31", now=0.0) > 1.8e9

@@ -15,6 +15,7 @@ import pytest
 
 from kintsugi.cli import main, supervisor
 from kintsugi.cluster import launcher
+from kintsugi.config import recipe
 from kintsugi.config.recipe import description, load, load_config, packaged_recipes
 from kintsugi.config.schema import Config
 from kintsugi.errors import Fault, ProcessDied, UserError
@@ -214,11 +215,10 @@ def test_a_folder_that_can_not_be_made_is_one_message(
 def test_a_disk_without_room_for_the_configuration_leaves_no_folder(
     kintsugi: Kintsugi, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, *arguments: object, **options: object) -> None:
-        path.touch()
+    def refuse(path: Path, data: bytes, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(recipe, "write_atomically", refuse)
     result = kintsugi("train", GRPO)
     assert result.code == 1
     assert "could not write" in result.errors and "config.yaml: No space left on device" in result.errors

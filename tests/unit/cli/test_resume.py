@@ -164,6 +164,8 @@ def test_a_run_of_a_host_that_is_gone_is_taken_over_on_request(
     assert kintsugi("status", "mine").output.count("running on elsewhere") == 1
     refused = kintsugi("resume", "mine", "--take-over")
     assert refused.code == 2 and "is running (on host elsewhere)" in refused.errors
+    said = " ".join(refused.errors.split())
+    assert "`kintsugi resume --take-over` works 60 s after the last one" in said
     long_ago = run.processes_file.stat().st_mtime - ELSEWHERE_S - 1.0
     os.utime(run.processes_file, (long_ago, long_ago))
     assert "host elsewhere ran it" in " ".join(kintsugi("incidents", "mine").output.split())

@@ -55,6 +55,27 @@ def test_a_process_that_segfaults_has_crashed() -> None:
     assert named(run.play(1)) == [("server-1", "crashed")]
 
 
+def gone_for_six_seconds(*processes: str) -> HealthyRun:
+    """These processes say nothing more, no end of them is recorded, and later they begin again."""
+    run = HealthyRun().play(30)
+    run.silent, run.stalled = set(processes), True
+    run.play(6)
+    for process in processes:
+        run.pids[process] += 1000
+        run.say(process, ProcessBegan(process.rpartition("-")[0], "2", run.pids[process]))
+    run.silent = set()
+    return run.play(5)
+
+
+def test_an_agent_that_did_not_run_for_seconds_was_stopped() -> None:
+    assert named(gone_for_six_seconds("agent-1"))[0] == ("agent-1", "stopped")
+
+
+def test_processes_that_were_gone_in_the_same_moment_as_their_agent_were_killed_and_not_stopped() -> None:
+    found = named(gone_for_six_seconds(*HealthyRun().hosts["host-1"]))
+    assert found and {kind for _, kind in found} == {"killed"}
+
+
 def test_an_end_that_the_run_ordered_is_no_cause() -> None:
     run = HealthyRun().play(30)
     run.say("agent-0", ProcessGone("server-0", "1", 1, -9, "killed by SIGKILL", ordered=True))

@@ -182,6 +182,34 @@ def test_a_chat_template_formats_a_conversation_as_transformers_does(place: str,
     assert ours == "<eos>[user] 1+1=\n[assistant] 2\n[assistant]"
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(999) %}{% endfor %}{% endfor %}",
+            "more than 1,000,000",
+        ),
+        ("{% for a in range(2 ** 64) %}{% endfor %}", "more than 1,000,000"),
+        ("{{ 'x' * 2000000000 }}", "got 2,000,000,000"),
+        ("{{ (2000000000 * messages[0].content)[0] }}", "got 6,000,000,000"),
+        ("{{ 3 ** 9999999999 }}", "exponent of at most 64"),
+    ],
+)
+def test_a_chat_template_that_would_burn_time_or_memory_is_refused(template: str, reason: str) -> None:
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.chat_template = template
+    with pytest.raises(ModelError, match=f"the chat template failed: .*{reason}"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "1+1"}])
+
+
+def test_the_limits_of_a_chat_template_are_for_one_rendering() -> None:
+    tokenizer = character_tokenizer(ALPHABET)
+    loops = "{% for a in range(9, 0, -1) %}{% for b in range(99999) %}{% endfor %}{{ a }}{% endfor %}"
+    tokenizer.chat_template = loops + "{{ '-' * 3 }}{{ 2 ** 10 }}{{ range(0) | list }}"
+    for _ in range(2):
+        assert tokenizer.apply_chat_template([]) == "987654321---1024[]"
+
+
 def test_conversations_without_a_template_are_refused_with_what_to_do() -> None:
     with pytest.raises(ModelError, match=r"field `chat_template` is missing.*plain text prompts"):
         character_tokenizer(ALPHABET).apply_chat_template([{"role": "user", "content": "1"}])

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kintsugi.cli.run_actions import check_resumable, find_launcher
@@ -14,11 +15,13 @@ from kintsugi.cli.scale import scale_run
 from kintsugi.cluster.child import read_table
 from kintsugi.config.recipe import load, load_config
 from kintsugi.control.user_requests import UserRequests
+from kintsugi.data.manifest import DataManifest, write_record
 from kintsugi.diagnosis.watcher import webhook_of
 from kintsugi.errors import UntrustedFile
-from kintsugi.run_folder.creation import make_run_folder
+from kintsugi.run_folder.creation import make_run_folder, replace_config
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import living_launcher, write_launcher
+from kintsugi.run_folder.started import record_start
 
 STRANGER = 65534
 WEBHOOK = "https://user:word@hooks.example.com/services/T0/B0/secret?token=also"
@@ -35,7 +38,18 @@ def run_dir(tmp_path: Path) -> Path:
         os.umask(before)
 
 
-def test_a_run_folder_is_for_its_owner_only(run_dir: Path) -> None:
+def test_a_run_folder_and_its_files_are_for_their_owner_only(run_dir: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        config = load_config(RunFolder(run_dir).config_file)
+        record_start(run_dir, config)
+        write_record(DataManifest(1, 0, ()), run_dir)
+        replace_config(run_dir, msgspec.structs.replace(config, seed=7), step=1)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in run_dir.iterdir()}
+    assert len(modes) >= 6
+    assert set(modes.values()) == {0o600}
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
 
 

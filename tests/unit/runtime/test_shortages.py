@@ -10,6 +10,7 @@ import zmq
 
 from kintsugi.errors import DataError, StorageError
 from kintsugi.runtime.shortages import (
+    EXIT_ADDRESS_TAKEN,
     EXIT_FILE_LIMIT,
     EXIT_NO_DESCRIPTORS,
     EXIT_NO_MEMORY,
@@ -34,6 +35,7 @@ def caused_by(error: Exception, cause: Exception) -> Exception:
         (OSError(errno.EMFILE, "too many"), EXIT_NO_DESCRIPTORS),
         (zmq.ZMQError(errno.EMFILE), EXIT_NO_DESCRIPTORS),
         (RuntimeError("can't start new thread"), EXIT_NO_THREADS),
+        (OSError(errno.EADDRINUSE, "in use"), EXIT_ADDRESS_TAKEN),
         (OSError(errno.EIO, "disk"), EXIT_UNFIT),
         (caused_by(StorageError("journal"), OSError(errno.EROFS, "read-only")), EXIT_UNFIT),
         (StorageError("damaged"), None),
