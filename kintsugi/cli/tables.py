@@ -283,11 +283,18 @@ _METRICS = (
 )
 
 
-def runs_table(found: Sequence[RunLine]) -> Table:
-    table = Table(box=None, pad_edge=False)
+def runs_table(found: Sequence[RunLine], *, width: int) -> Table:
+    """One line per run; in a narrow terminal, folders and times are broken and columns are closer."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1) if width >= WIDTH else (0, 1, 0, 0))
     has_tags = any(line.tags for line in found)
-    for name in ("run", "state", "step", "reward", "accuracy", "started", *(("tags",) if has_tags else ())):
-        table.add_column(name, no_wrap=name not in ("state", "tags"))
+    states = max((len(line.state) for line in found if not line.problem), default=0)
+    table.add_column("run", overflow="fold", min_width=8)
+    table.add_column("state", min_width=states)
+    for name in ("step", "reward", "accuracy"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("started", min_width=len("2026-11-18"))
+    if has_tags:
+        table.add_column("tags")
     for line in found:
         if line.problem:
             table.add_row(cell(line.folder), cell(f"unreadable: {line.problem}"))

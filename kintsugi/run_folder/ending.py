@@ -45,7 +45,8 @@ def read_end(folder: Path) -> RunEnd | None:
     summary = read_summary(folder)
     time = RunFolder(folder).summary_file.stat().st_mtime
     if status.state is RunState.STOPPED:
-        return RunEnd(status.state, time, f"it was asked to stop, and saved step {status.step}")
+        saved = f", and saved step {status.step}" if status.step else " before its first step"
+        return RunEnd(status.state, time, f"it was asked to stop{saved}")
     faults = summary.faults if summary is not None else ()
     what = f"{faults[0].process}: {headline(faults[0].message)}" if faults else "its cause was not recorded"
     return RunEnd(status.state, time, what)

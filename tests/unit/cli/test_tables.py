@@ -8,6 +8,7 @@ from rich.console import Console
 
 from kintsugi.cli import tables
 from kintsugi.run_folder.incidents import IncidentReport, ProcessLoss, report_of
+from kintsugi.run_folder.listing import RunLine
 from kintsugi.telemetry.process_reports import ProcessReport, ProcessReports
 from kintsugi.telemetry.step_metrics import SampleRecord
 from kintsugi.types import FinishReason
@@ -45,6 +46,19 @@ def test_a_duration_that_was_not_measured_is_left_out() -> None:
     adopted = msgspec.structs.replace(incident, timing={"start": 0.0, "total": 0.0, "outage": 0.0})
     text = text_of(IncidentReport((adopted,), ()))
     assert "took" not in text and "cost      500 ms" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_the_list_of_runs_is_complete_in_a_narrow_terminal(width: int) -> None:
+    line = RunLine(
+        folder="runs/grpo_arithmetic-1", state="interrupted", step=233, total_steps=405, reward=0.275
+    )
+    output = StringIO()
+    runs = [msgspec.structs.replace(line, accuracy=0.426)]
+    Console(file=output, width=width).print(tables.runs_table(runs, width=width))
+    text = output.getvalue()
+    assert max(len(each.rstrip()) for each in text.splitlines()) <= width
+    assert all(each in text for each in ("interrupted", "233/405", "0.275", "42.6%", "1970-01-01"))
 
 
 SAMPLE = SampleRecord(3, "grpo:0:0:0", 1, 2, "12+39=", "15", 1.0, {"exact": 1.0}, FinishReason.EOS, 0.35)
