@@ -17,6 +17,9 @@ from kintsugi.graph.mfc import estimate
 from kintsugi.model.architecture import ModelConfig, num_parameters
 from kintsugi.model.plan import plan_model
 
+VALUE_WIDTH = 24
+"""Longer values shift their own origin only: the others fit a terminal of 80 columns."""
+
 
 def overview(resolved: Resolved) -> str:
     """Describe the run of a recipe: values with origins, data, model, graph and cost of each stage, processes,
@@ -48,9 +51,10 @@ def _values(resolved: Resolved) -> Iterator[str]:
         (field, "null" if value is None else "{}" if value == {} else shown(value), resolved.origins[field])
         for field, value in fields_of(resolved.config).items()
     ]
-    name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+    name_width = max(len(field) for field, _, _ in rows)
+    value_width = max(len(value) for _, value, _ in rows if len(value) <= VALUE_WIDTH)
     for field, value, origin in rows:
-        yield f"  {field:{name_width}}  {value:{min(value_width, 40)}}  {origin}"
+        yield f"  {field:{name_width}}  {value:{value_width}}  {origin}"
 
 
 def _data(config: Config) -> Iterator[str]:

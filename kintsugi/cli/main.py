@@ -288,13 +288,14 @@ def resume(
 @app.command()
 def attach(run: Run) -> None:
     """Show a running run as `kintsugi train` does. Ctrl-C leaves it going. Of an ended run, show the results."""
+    from kintsugi.cli.run_actions import find_started
     from kintsugi.cli.session import attach as attach_to
     from kintsugi.cli.session import show_results
     from kintsugi.errors import UserError
     from kintsugi.run_folder import reader
 
     folder = reader.find_run(run)
-    if reader.living_launcher(folder) is not None:
+    if find_started(folder):
         code = attach_to(folder)
     elif reader.read_summary(folder) is not None:
         code = show_results(folder)

@@ -121,8 +121,11 @@ class SteadyOutput(io.TextIOBase):
 
 
 def print_message(message: str) -> None:
-    """Write a line to standard error, if that is possible."""
-    SteadyOutput(sys.stderr).write(f"{printable(message)}\n")
+    """Write a message to standard error, if that is possible. A terminal gets it broken between words."""
+    output, text = SteadyOutput(sys.stderr), printable(message)
+    if output.isatty():
+        text = wrapped(text, width=shutil.get_terminal_size().columns)
+    output.write(f"{text}\n")
 
 
 def open_standard_streams() -> None:

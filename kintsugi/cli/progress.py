@@ -288,15 +288,18 @@ def bytes_text(done: float, *, of: float) -> str:
 
 
 def alert_text(alert: Record) -> str:
-    """Format an alert on one short line: its first sentence, with its duration if it has one. `kintsugi incidents` has
-    the rest."""
+    """Format an alert on one short line: its first sentence, with its duration if it was measured. `kintsugi incidents`
+    has the rest."""
     assert isinstance(alert.event, Alert)
     first, _, _ = headline(alert.event.message).partition(". ")
     seconds = alert.event.values.get("total")
     if seconds is None:
         return first
     done, _, cause = first.partition(": ")
-    return f"recovered in {seconds_text(seconds)}: {cause}" if done.startswith(RECOVERED) else first
+    if not done.startswith(RECOVERED):
+        return first
+    # A master that took over at the end of the incident has measured nothing of it.
+    return f"recovered in {seconds_text(seconds)}: {cause}" if seconds > 0 else f"recovered: {cause}"
 
 
 def duration(seconds: float) -> str:

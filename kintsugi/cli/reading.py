@@ -128,7 +128,8 @@ def list_runs(
     if json:
         _say_json(found)
     elif found:
-        console().print(tables.runs_table(found))
+        screen = console()
+        screen.print(tables.runs_table(found, width=screen.width))
     else:
         say(f"no {'matching ' if state or tag or name else ''}runs in {folder}/")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,10 +17,15 @@ from kintsugi.config.stages import stages
 from kintsugi.errors import ConfigError, DeadlineExceeded, UntrustedFile, UserError
 from kintsugi.run_folder import reader
 from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.owned_files import check_owner
 from kintsugi.runtime.processes import Child, SystemProcesses, describe_status
+from kintsugi.runtime.waits import wait_readable
 
 SCALE_TIMEOUT_S = 60.0
+LAUNCH_S = 60.0
+"""Time from the creation of a run folder to its launcher, on a busy machine."""
+LAUNCH_LOOK_S = 0.2
 RESUME_CHECK_S = 3.0
 """Time in which a resume that can not work ends; after it, the run is taken to have started."""
 
@@ -42,6 +47,22 @@ def find_launcher(folder: Path) -> Child:
             f"{record.pid} belongs to another user"
         )
     return launcher
+
+
+def _pause(seconds: float) -> None:
+    wait_readable(whom="launcher-0", what="its record in the run folder", timeout_s=seconds)
+
+
+def find_started(folder: Path, *, pause: Callable[[float], None] = _pause) -> bool:
+    """Return whether a run is running. One that is being started is waited for: its launcher is recorded seconds after
+    its folder was created."""
+    run = RunFolder(folder)
+    while reader.living_launcher(folder) is None:
+        has_begun = run.launcher_file.exists() or run.journal_file.exists() or run.summary_file.exists()
+        if has_begun or SYSTEM_CLOCK.wall() - run.config_file.stat().st_mtime > LAUNCH_S:
+            return False
+        pause(LAUNCH_LOOK_S)
+    return True
 
 
 def request_stop(folder: Path, launcher: Child) -> str:

@@ -35,6 +35,7 @@ from kintsugi.telemetry.step_metrics import SampleRecord
 from kintsugi.types import Role, Wait, role_of
 
 EVALUATIONS_SHOWN = 3
+SAMPLE_TEXTS = ("prompt", "completion")
 
 
 def end_text(end: RunEnd, *, run: str) -> str:
@@ -192,7 +193,7 @@ def _incident_lines(incident: IncidentHistory, *, running: bool) -> Iterator[str
         yield from _choice_lines(choice)
     if incident.losses and not incident.choices:
         yield _row("action", "replaced; the ranks continued")
-    if incident.timing:
+    if incident.timing.get("total"):
         parts = (
             f"{name} {seconds_text(incident.timing[name])}" for name in _PARTS if name in incident.timing
         )
@@ -282,11 +283,18 @@ _METRICS = (
 )
 
 
-def runs_table(found: Sequence[RunLine]) -> Table:
-    table = Table(box=None, pad_edge=False)
+def runs_table(found: Sequence[RunLine], *, width: int) -> Table:
+    """One line per run; in a narrow terminal, folders and times are broken and columns are closer."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1) if width >= WIDTH else (0, 1, 0, 0))
     has_tags = any(line.tags for line in found)
-    for name in ("run", "state", "step", "reward", "accuracy", "started", *(("tags",) if has_tags else ())):
-        table.add_column(name, no_wrap=name not in ("state", "tags"))
+    states = max((len(line.state) for line in found if not line.problem), default=0)
+    table.add_column("run", overflow="fold", min_width=8)
+    table.add_column("state", min_width=states)
+    for name in ("step", "reward", "accuracy"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("started", min_width=len("2026-11-18"))
+    if has_tags:
+        table.add_column("tags")
     for line in found:
         if line.problem:
             table.add_row(cell(line.folder), cell(f"unreadable: {line.problem}"))
@@ -316,8 +324,8 @@ def sizes_table(parts: Sequence[PartSize]) -> Table:
 
 
 def sample_text(record: SampleRecord, *, columns: Mapping[str, object], width: int) -> str:
-    """Format a sample: where it comes from, prompt and completion, and the columns of its row. Texts are Python
-    literals, so that whitespace is visible."""
+    """Format a sample: where it comes from, prompt and completion, and the columns of its row; those of equal values
+    are shown once. Texts are Python literals, so that whitespace is visible."""
     components = " ".join(f"{name}={value:g}" for name, value in record.reward_components.items())
     reward = f"reward {record.reward:g} ({components})" if components else "no reward"
     advantage = "" if record.advantage is None else f"  advantage {record.advantage:+.2f}"
@@ -326,12 +334,33 @@ def sample_text(record: SampleRecord, *, columns: Mapping[str, object], width: i
         f"step {record.step}  {record.ticket}/{record.sample}{weights}  {reward}{advantage}  {record.finish}"
     )
     short = f"  {record.prompt!r} → {record.completion!r}"
-    short += "".join(f"  {name}: {value!r}" for name, value in columns.items())
+    labelled = _labelled(columns)
+    short += "".join(f"  {name}: {value}" for name, value in labelled)
     if len(short) <= width:
         return f"{head}\n{short}"
-    parts = {"prompt": record.prompt, "completion": record.completion, **columns}
-    label = max(map(len, parts))
-    return "\n".join([head, *(f"  {name:{label}}  {value!r}" for name, value in parts.items())])
+    parts = [("prompt", repr(record.prompt)), ("completion", repr(record.completion)), *labelled]
+    label = max(len(name) for name, _ in parts)
+    return "\n".join([head, *(f"  {name:{label}}  {value}" for name, value in parts)])
+
+
+def _labelled(columns: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Names and values of columns; one that is called like a text of the sample is marked as a column.
+
+    >>> _labelled({"answer": "12", "completion": "12", "rejected": "13"})
+    [('answer', "'12' (also completion)"), ('rejected', "'13'")]
+    >>> _labelled({"completion": "12"})
+    [('column completion', "'12'")]
+    """
+    names: dict[str, list[str]] = {}
+    for name, value in columns.items():
+        names.setdefault(repr(value), []).append(name)
+    return [
+        (
+            f"column {first}" if first in SAMPLE_TEXTS else first,
+            f"{value} (also {', '.join(others)})" if others else value,
+        )
+        for value, (first, *others) in names.items()
+    ]
 
 
 def evaluation_text(metrics: Mapping[str, float]) -> str:

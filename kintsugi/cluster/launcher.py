@@ -74,7 +74,7 @@ from kintsugi.runtime.secrecy import private_process
 from kintsugi.runtime.signals import Signals
 from kintsugi.runtime.waits import wait_readable
 from kintsugi.telemetry.disk_budget import DISK_BUDGET
-from kintsugi.telemetry.events import EventLog, FaultSeen, ProcessGone
+from kintsugi.telemetry.events import EventLog, FaultSeen, ProcessGone, RunAborted
 from kintsugi.transport import new_key_pair
 from kintsugi.types import Peer, Placement, Role, process_id
 
@@ -622,6 +622,8 @@ class Launcher:
         elif self._num_stops == 1:
             self._signal_agents(signal.SIGTERM)
         else:
+            if self._num_stops == 2:
+                self._log.emit(RunAborted("a second request to stop ends the run at once"))
             self._signal_agents(signal.SIGINT)
             self.close_agents()
 

@@ -132,7 +132,7 @@ class Master:
         self._has_committed = False
         """Whether this master has committed a step."""
         self._timing: dict[str, float] = {}
-        self._began = 0.0
+        self._began: float | None = None
         self._since = 0.0
         """When the current phase began."""
 
@@ -184,6 +184,10 @@ class Master:
     def timing(self) -> dict[str, float]:
         """Seconds per phase since the last committed step."""
         return dict(self._timing)
+
+    def session_s(self, now: float) -> float:
+        """Return how long this session lasts so far, the time of the masters before this one included."""
+        return now - self._began if self._began is not None else 0.0
 
     @property
     def recovery_state(self) -> RecoveryState:
@@ -353,7 +357,7 @@ class Master:
         hashes = (a.sha256 for a in self.pending.answers.values() if isinstance(a, WeightsHashed))
         self._recovery.close(now)
         self._decision.add_fact(
-            RunEnded(outcome, next(iter(faults), None), next(hashes, ""), now - self._began)
+            RunEnded(outcome, next(iter(faults), None), next(hashes, ""), self.session_s(now))
         )
         self._enter(Phase.ENDED, now, f"{outcome} at step {self.state.step}")
         self._decision.add_effect(Finish(outcome, faults))
@@ -439,6 +443,8 @@ class Master:
     def _on_began(self, event: Began, now: float) -> None:
         """Take the run over. No process of an earlier session is live, unless the last master died in mid-run."""
         self._since = self._began = now
+        if event.adopting and self.state.session_began:
+            self._began -= max(0.0, event.time - self.state.session_began)
         if event.adopting and self.state.outcome is not None:  # It died when the run had ended.
             self._processes.readmit()
             self.phase = Phase.ENDED
@@ -446,7 +452,9 @@ class Master:
             return
         if not self.state.job:
             self._decision.add_fact(RunStarted(event.job, event.config_digest))
-        self._decision.add_fact(TermStarted(self.state.term + 1, event.incarnation, event.adopting))
+        self._decision.add_fact(
+            TermStarted(self.state.term + 1, event.incarnation, event.adopting, event.time)
+        )
         self._decision.explain(f"term {self.state.term} begins at step {self.state.step}")
         if event.restore_path is not None:
             self._recovery.restore_paths[event.restore_step] = event.restore_path

@@ -117,7 +117,6 @@ class MasterShell:
         self._disk = disk
         self._bootstrap, self._config, self._run_dir = bootstrap, config, Path(bootstrap.run_dir)
         self._clock = WorkingClock(SYSTEM_CLOCK)
-        self._began = self._clock.monotonic()
         self._log = EventLog(
             RunFolder(self._run_dir).events_file(bootstrap.process), process=bootstrap.process
         )
@@ -461,8 +460,7 @@ class MasterShell:
             self._records.attempt("the log", lambda: traceback.print_exception(error))
         fault = fault_of(error, process=self._bootstrap.process, time=self._clock.wall())
         faults = tuple(root_first([fault]))
-        wall_s = self._clock.monotonic() - self._began
-        ended = RunEnded("failed", faults[0], wall_s=wall_s)
+        ended = RunEnded("failed", faults[0], wall_s=self._master.session_s(self._clock.monotonic()))
         state = self._master.state
         try:
             state = self._journaled_state()

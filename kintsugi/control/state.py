@@ -132,6 +132,7 @@ class _FoldedRun(msgspec.Struct, omit_defaults=True):
     num_incidents: int
     open_incident: int
     return_points: dict[int, ReturnPoint] = {}
+    session_began: float = 0.0
 
 
 class MasterState:
@@ -147,6 +148,8 @@ class MasterState:
         self.weights_sha256 = ""
         self.wall_s = 0.0
         """Duration of all sessions that ended regularly."""
+        self.session_began = 0.0
+        """Wall-clock time at which the first master of this session began; 0 if unknown."""
         self.stage = ""
         self.step = 0
         self.version = -1
@@ -270,6 +273,7 @@ class MasterState:
                 self.members.begin_term(fact.term)
                 if not fact.adopting:
                     self.stop_reason, self.open_incident = None, 0
+                    self.session_began = fact.time
             case StageStarted():
                 self.stage = fact.stage
             case StopAccepted():

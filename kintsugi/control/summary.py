@@ -90,7 +90,7 @@ def summarize_run(
         "outcome": state.outcome,
         "run_dir": run_dir,
         "steps": state.step,
-        # A master that took over counts from its own start; the steps of the others are in the time of the phases.
+        # A session that did not end regularly has no duration; its steps are in the time of the phases.
         "wall_s": max(state.wall_s, sum(timing.values())),
         "samples": _sample_counts(state, trained=int(sum(sums.get("samples", 0.0) for sums, _ in totals))),
         "samples_by_end": state.ledger.ends.means(),

@@ -35,6 +35,8 @@ class TermStarted(_Fact, frozen=True, tag="EpochStarted"):
     incarnation: str
     adopting: bool = False
     """The processes of the term before are still live."""
+    time: float = 0.0
+    """Wall-clock time; 0 in journals that do not have it."""
 
 
 class StageStarted(_Fact, frozen=True):

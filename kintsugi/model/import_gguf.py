@@ -126,7 +126,7 @@ def _import_gguf(source: Path, *, staged: Path, progress: Progress) -> None:
     """Write a GGUF file as a bf16 Hugging Face folder. Nothing but the file is read: no code, no other files."""
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(
-            f"reading the GGUF file {source} needs gguf; install it with `pip install kintsugi[import]`"
+            f"reading the GGUF file {source} needs gguf; install it with `pip install 'kintsugi[import]'`"
         )
     import gguf
 

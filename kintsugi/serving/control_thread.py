@@ -103,7 +103,7 @@ class ServerSnapshot:
     def why_not(self) -> str:
         """`server-0 is starting, server-1 is running (suspect)`."""
         return ", ".join(
-            f"{each.process} is {each.state}{'' if each.health is ServerHealth.DEAD else f' ({each.health})'}"
+            f"{each.process} is {each.state}{'' if each.health == ServerHealth.DEAD else f' ({each.health})'}"
             for each in self.servers
         )
 

@@ -210,6 +210,10 @@ class RunFinished(Note, frozen=True, kw_only=True):
     step: int
 
 
+class RunAborted(Note, frozen=True):
+    """A second request to stop ended the run at once, without a checkpoint."""
+
+
 class ProcessGone(_Event, frozen=True):
     """How a process ended, as recorded by the agent that was its parent: a killed process records nothing."""
 
@@ -240,7 +244,9 @@ AlertEvent = (
     | AcceleratorWarning
     | UpdateSkipped
 )
-NoteEvent = Note | SamplesQuarantined | StateCommitted | WeightsFromFallback | BytesDamaged | RunFinished
+NoteEvent = (
+    Note | SamplesQuarantined | StateCommitted | WeightsFromFallback | BytesDamaged | RunFinished | RunAborted
+)
 Event = ProcessBegan | ProcessEnded | ProcessGone | FaultSeen | Transition | Span | AlertEvent | NoteEvent
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kintsugi.runtime.proc import process_start_time
 from kintsugi.runtime.shortages import EXIT_NO_MEMORY
-from kintsugi.telemetry.events import ProcessGone, read_events
+from kintsugi.telemetry.events import ProcessGone, RunAborted, read_events
 from kintsugi.types import Role
 from tests.cluster.tiny_runs import TinyRun, start_of, until
 
@@ -78,6 +78,8 @@ def test_a_second_ctrl_c_ends_even_a_stubborn_run(run: TinyRun) -> None:
     code, _ = run.result()
     assert code == 1
     run.assert_nothing_left(timeout_s=ENDED_S)
+    recorded = [each.event for each in read_events(run.run_dir, process="launcher-0")]
+    assert any(isinstance(event, RunAborted) for event in recorded)
 
 
 def test_an_error_of_the_launcher_is_the_error_of_the_command(run: TinyRun) -> None:

@@ -200,7 +200,7 @@ def _scenario(name: str, runs: Sequence[RunRecord], scale: float, picture: Place
             f"{name}: propagation of the fault. Bar: duration of the fault. Numbers: affected processes in order. "
             "Cross: the visible error. Dashed line: time of the verdict (blue: right, orange: wrong). Events of one "
             "process at almost the same time share a mark.",
-            f"Time by component for {name}: " + " ".join(_description(run, scale=scale) for run in shown),
+            f"Time by component for {name}, one panel per system; the paragraphs above say the same.",
         )
     )
     measured = [run for run in shown if figures.has_series(run)]

@@ -82,9 +82,12 @@ def contrast_table(runs: Sequence[RunRecord], *, scale: float) -> ReportTable | 
 
 
 def coupling_points_table(runs: Sequence[RunRecord]) -> ReportTable:
-    """List the components that fine-tuning does not have, with the measurements."""
+    """List the components that fine-tuning does not have, with the measurements of the scenarios that were tried."""
     rows = []
+    tried = {scenario_of(run) for run in runs}
     for name, scenario in SCENARIOS.items():
+        if name not in tried:
+            continue
         fragile, contrast = find(runs, name, FRAGILE), find(runs, name, SFT)
         rows.append(
             (

@@ -184,10 +184,10 @@ def _draw_scenarios(axes: Axes, runs: Sequence[RunRecord], *, scale: float) -> N
     axes.set_xlim(min(least * 0.2, 0.8), max(most * 3, 12))
     axes.set_xlabel("time from the injection to a verdict")
     axes.set_title("a  Scenarios")
-    _scenario_legend(axes)
+    _scenario_legend(axes, with_unscaled=bool(real))
 
 
-def _scenario_legend(axes: Axes) -> None:
+def _scenario_legend(axes: Axes, *, with_unscaled: bool) -> None:
     from matplotlib.lines import Line2D
 
     dot: dict[str, Any] = {"marker": "o", "ls": "", "ms": 7, "mew": 1.6}
@@ -195,13 +195,11 @@ def _scenario_legend(axes: Axes) -> None:
     handles = [
         Line2D([], [], mec=fragile, mfc=COLOURS["paper"], **dot),
         Line2D([], [], mec=ours, mfc=ours, **dot),
-        Line2D([], [], color=fragile, ls=":", marker="|", ms=9, mew=1.5),
     ]
-    labels = [
-        "last error in the log (hollow: wrong cause)",
-        "diagnosis (filled: right)",
-        "with unscaled time-outs",
-    ]
+    labels = ["last error in the log (hollow: wrong cause)", "diagnosis (filled: right)"]
+    if with_unscaled:
+        handles.append(Line2D([], [], color=fragile, ls=":", marker="|", ms=9, mew=1.5))
+        labels.append("with unscaled time-outs")
     _legend_below(axes, handles, labels)
 
 

@@ -270,8 +270,10 @@ def _challenge_row(runs: Sequence[RunRecord], *, scale: float) -> tuple[str, ...
 
 
 def expectations_table(file: RunsFile) -> ReportTable:
+    """Compare with what was expected of the scenarios that were tried."""
     rows = []
-    for expectation in EXPECTATIONS:
+    tried = {scenario_of(run) for run in file.runs}
+    for expectation in (each for each in EXPECTATIONS if each.scenario in tried):
         found = {profile: find(file.runs, expectation.scenario, profile) for profile in (FRAGILE, OURS)}
         contrast = find(file.runs, expectation.scenario, SFT)
         if expectation.measure == "contrast":
@@ -431,4 +433,8 @@ def count(value: int | None) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"
+    """
+    >>> _number(1234.5), _number(99.7), _number(9.96), _number(0.123)
+    ('1,234', '100', '10', '0.12')
+    """
+    return f"{value:,.0f}" if abs(value) >= 9.5 else f"{value:.2g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +42,8 @@ REACTION_S = 0.005
 CLEANING_UP = frozenset({"ending", "ended"})
 AFTER_A_COMMIT = frozenset({"saving", "evaluating"})
 """Phases in which the master works on the last committed step, not on the next one."""
+MESSAGE_WIDTH = 160
+"""Characters of the visible error that the terminal shows; the report has all of it."""
 BY_DIAGNOSIS = "kintsugi diagnose"
 BY_LAST_ERROR = "last error in the master's log"
 BY_FIRST_ERROR = "first error in any log"
@@ -365,9 +368,10 @@ def format_record(record: RunRecord) -> str:
     if record.problem and record.diagnosed is None:
         return f"  void: {record.problem}"
     visible = record.surfaced
-    surfaced = (
-        f"{visible.process} while {visible.stage}: {visible.message[:100]}" if visible else "no visible error"
-    )
+    surfaced = "no visible error"
+    if visible is not None:
+        message = textwrap.shorten(visible.message, MESSAGE_WIDTH, placeholder=" …")
+        surfaced = f"{visible.process} while {visible.stage}: {message}"
     verdict = record.diagnosed
     after = (
         "" if record.diagnosed_after_s is None else f", {_after(record.diagnosed_after_s)} the first effect"

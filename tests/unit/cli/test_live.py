@@ -279,9 +279,11 @@ def test_a_loss_and_its_recovery_are_printed_immediately_and_old_ones_are_not(
         plain = re.sub(r"\x1b\[[0-9;?]*m", "", output.getvalue())
         assert "model-1 was lost: KeyError: 'x'\n" in plain
         log.emit(Alert("recovered by recover: model-1 was lost", {"total": 0.25, "start": 0.1}))
+        log.emit(Alert("recovered by continue: master-0 was lost", {"total": 0.0, "start": 0.0}))
     log.close()
     text = output.getvalue()
     assert text.count("recovered in 250 ms: model-1 was lost") == 1
+    assert "recovered: master-0 was lost" in text
     assert "earlier session" not in text and "nothing to look at" not in text
 
 

@@ -327,6 +327,15 @@ def test_check_shows_values_graph_processes_and_memory(kintsugi: Kintsugi, clust
     assert not Path("runs").exists()
 
 
+def test_values_of_a_recipe_and_their_origins_fit_80_columns(
+    kintsugi: Kintsugi, cluster: FakeCluster
+) -> None:
+    kintsugi("init", "sums.yaml")
+    values, _, _ = kintsugi("check", "sums.yaml").output.partition("\n\n")
+    too_long = [line for line in values.splitlines() if len(line) > 80]
+    assert all("[" in line or "'" in line for line in too_long) and len(too_long) < 5, too_long
+
+
 def test_a_finished_run_is_not_resumed(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
     kintsugi("train", GRPO)
     result = kintsugi("resume", "grpo_arithmetic-1")
@@ -475,6 +484,7 @@ def test_attach_to_an_ended_run_shows_its_results_and_of_an_interrupted_one_name
     result = kintsugi("attach", "mine")
     assert result.code == 0 and "held-out accuracy after" in result.output
     Path("mine/summary.json").unlink()
+    Path("mine/journal").touch()
     result = kintsugi("attach", "mine")
     assert result.code == 2
     assert "expected a run that is running, it was interrupted; try `kintsugi resume mine`" in result.errors

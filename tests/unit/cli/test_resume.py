@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kintsugi.cli.run_actions import find_launcher
+from kintsugi.cli.run_actions import LAUNCH_S, find_launcher, find_started
 from kintsugi.errors import UntrustedFile, UserError
 from kintsugi.run_folder import reader
 from kintsugi.run_folder.ending import read_end
@@ -18,7 +18,7 @@ from kintsugi.run_folder.reader import ELSEWHERE_S, Launcher, write_launcher
 from kintsugi.run_folder.started import changes_since_start, record_start
 from kintsugi.runtime.owned_files import check_owner
 from kintsugi.runtime.proc import boot_id, process_start_time
-from kintsugi.telemetry.events import EventLog, ProcessBegan, ProcessGone
+from kintsugi.telemetry.events import EventLog, ProcessBegan, ProcessGone, RunAborted
 from tests.unit.cli.test_main import GRPO, FakeCluster, Kintsugi, cluster, kintsugi
 
 __all__ = ["cluster", "kintsugi"]
@@ -64,6 +64,34 @@ def lose_launcher(run: RunFolder) -> None:
     log = EventLog(run.events_file("agent-0"), process="agent-0")
     log.emit(ProcessGone("launcher-0", "", 7, None, "ended together with its standby"))
     log.close()
+
+
+def test_a_run_that_is_being_started_is_waited_for_and_one_that_never_began_is_not(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.config_file.write_text("name: mine\n")
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            write_launcher(run.path, pid=os.getpid())
+
+    assert find_started(run.path, pause=pause) and len(pauses) == 3
+    run.launcher_file.unlink()
+    old = run.config_file.stat().st_mtime - LAUNCH_S
+    os.utime(run.config_file, (old, old))
+    assert not find_started(run.path, pause=pause) and len(pauses) == 3
+
+
+def test_a_run_that_a_second_ctrl_c_ended_says_so_until_it_was_resumed(run: RunFolder) -> None:
+    log = EventLog(run.events_file("launcher-0"), process="launcher-0")
+    log.emit(RunAborted("a second request to stop ends the run at once"))
+    log.close()
+    end = read_end(run.path)
+    assert end is not None and end.what == "a second Ctrl-C or signal ended it at once, without a checkpoint"
+    leave_launcher(run)
+    end = read_end(run.path)
+    assert end is not None and end.what.startswith("all its processes were killed at the same moment")
 
 
 @pytest.mark.parametrize("command", ["status", "incidents", "diagnose"])

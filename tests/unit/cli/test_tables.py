@@ -3,11 +3,15 @@ from __future__ import annotations
 from io import StringIO
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from kintsugi.cli import tables
 from kintsugi.run_folder.incidents import IncidentReport, ProcessLoss, report_of
+from kintsugi.run_folder.listing import RunLine
 from kintsugi.telemetry.process_reports import ProcessReport, ProcessReports
+from kintsugi.telemetry.step_metrics import SampleRecord
+from kintsugi.types import FinishReason
 from tests.unit.run_folder.test_incidents import OPENED, RECOVERED, fault
 
 RECOVERED_REPORT, OPEN_REPORT = report_of(RECOVERED), report_of(OPENED)
@@ -34,6 +38,39 @@ def test_losses_and_rejected_strategies_are_printed() -> None:
     assert "action    recover: model-1 replaced\n" in text
     assert "rejected  retry: not possible, model-1 lost; elastic: about 0.2 s" in text
     assert "took      start 200 ms, total 500 ms" in text
+
+
+def test_a_duration_that_was_not_measured_is_left_out() -> None:
+    """A master that takes over when the incident is over has measured nothing of it."""
+    (incident,) = RECOVERED_REPORT.incidents
+    adopted = msgspec.structs.replace(incident, timing={"start": 0.0, "total": 0.0, "outage": 0.0})
+    text = text_of(IncidentReport((adopted,), ()))
+    assert "took" not in text and "cost      500 ms" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_the_list_of_runs_is_complete_in_a_narrow_terminal(width: int) -> None:
+    line = RunLine(
+        folder="runs/grpo_arithmetic-1", state="interrupted", step=233, total_steps=405, reward=0.275
+    )
+    output = StringIO()
+    runs = [msgspec.structs.replace(line, accuracy=0.426)]
+    Console(file=output, width=width).print(tables.runs_table(runs, width=width))
+    text = output.getvalue()
+    assert max(len(each.rstrip()) for each in text.splitlines()) <= width
+    assert all(each in text for each in ("interrupted", "233/405", "0.275", "42.6%", "1970-01-01"))
+
+
+SAMPLE = SampleRecord(3, "grpo:0:0:0", 1, 2, "12+39=", "15", 1.0, {"exact": 1.0}, FinishReason.EOS, 0.35)
+
+
+@pytest.mark.parametrize("width", [200, 40])
+def test_a_column_named_like_a_text_of_the_sample_never_stands_for_it(width: int) -> None:
+    columns = {"answer": "51", "completion": "51", "rejected": "99"}
+    text = tables.sample_text(SAMPLE, columns=columns, width=width)
+    flat = " ".join(text.split())
+    assert "'51' (also completion)" in flat and text.count("'51'") == 1
+    assert ("completion '15'" in flat) if width == 40 else ("'12+39=' → '15' answer: '51'" in flat)
 
 
 def test_an_open_incident_is_recovering_only_while_its_run_is_running() -> None:

@@ -50,6 +50,7 @@ CONFIG = Config(
     eval=EvaluationSection(num_samples=0),
     checkpoint=CheckpointSection(every=1),
 )
+WALL = 1_700_000_000.0
 STEP_S = 0.01
 
 
@@ -132,7 +133,8 @@ class Driven:
         """The agents are there and everything else is ordered; a given step means a run that is resumed from it."""
         path = f"checkpoints/step-{restore_step}" if restore_step else None
         resumed = restore_step is not None
-        self.feed(Began("job", "digest", str(self.state.term + 1), resumed, restore_step or 0, path))
+        incarnation, time = str(self.state.term + 1), WALL + self.now
+        self.feed(Began("job", "digest", incarnation, resumed, restore_step or 0, path, time=time))
         for agent in self.world.agents:
             self.join(agent, f"{self.state.term}.0", self.world.hosts[agent])
 
@@ -155,7 +157,8 @@ class Driven:
         members, living = self.state.members.members, self.world.living()
         agents = [(name, members[name].incarnation, self.world.hosts[name]) for name in self.world.agents]
         incarnation = str(self.state.term + 1)
-        self.feed(Began("job", "digest", incarnation, restore_step=self.state.step, adopting=True))
+        step, time = self.state.step, WALL + self.now
+        self.feed(Began("job", "digest", incarnation, restore_step=step, adopting=True, time=time))
         for process, incarnation, host in agents + living if agents_first else living + agents:
             self.join(process, incarnation, host)
 

@@ -96,6 +96,20 @@ def test_every_second_of_a_run_is_in_exactly_one_stage_or_was_spent_collecting()
     assert sum(timing.values()) + collecting + ending == pytest.approx(driven.state.wall_s)
 
 
+def test_the_duration_of_a_session_includes_the_masters_before_the_last_one_and_the_time_without_one() -> (
+    None
+):
+    driven = Driven()
+    driven.begin()
+    driven.until(Phase.TRAINING)
+    successor = driven.succeed(carried_out=True)
+    successor.now += 7.0
+    successor.take_over()
+    successor.until(Phase.ENDED)
+    assert successor.state.wall_s == pytest.approx(successor.now, abs=0.02)
+    assert summary_of(successor)["wall_s"] > sum(successor.master.timing.values()) + 7.0
+
+
 def test_agreement_is_averaged_over_the_steps_that_measured_it() -> None:
     driven = Driven()
     driven.state.tallies["grpo"] = tally = Tally()

@@ -59,7 +59,7 @@ def test_a_value_that_was_not_measured_is_never_made_up(runs: RunsFile) -> None:
         for each in tables.expectations_table(msgspec.structs.replace(runs, runs=tuple(without))).rows
     }
 
-    assert measured["B, S3", "Log files to read"][1:] == (MISSING, MISSING)
+    assert not [name for name, _ in measured if "S3" in name], "a scenario that was not tried has no rows"
     assert measured["A, S5", "Delay until the error shows"][1] == MISSING
 
 
