@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from importlib import util
 from pathlib import Path
@@ -141,7 +142,7 @@ class RayHosts(SshHosts):
         super().power_off(host)
         (self.keys / f"{host}.log").unlink()
 
-    def python(self, program: str, *arguments: str, timeout_s: float = 60.0) -> str:
+    def run_python(self, program: str, *arguments: str, timeout_s: float = 60.0) -> str:
         """Run a program at the launcher's machine; return what it printed."""
         command = [*self._in(self.head.name, "net", "mount"), sys.executable, "-c", program, *arguments]
         done = subprocess.run(
@@ -150,12 +151,12 @@ class RayHosts(SshHosts):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def start(self, *arguments: str, **more: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """A `kintsugi` command at the launcher's machine."""
         inside = [*self._in(self.head.name, "net", "mount"), f"--wdns={self.runs}"]
         command = subprocess.Popen(
             [*inside, sys.executable, "-m", "kintsugi", *arguments],
-            env=self.environment(**more),
+            env=self.environment(**(environment or {})),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -165,8 +166,10 @@ class RayHosts(SshHosts):
         self._commands.append(command)
         return command
 
-    def ask(self, *arguments: str, timeout_s: float = 120.0, **more: str) -> tuple[int, str]:
-        command = self.start(*arguments, **more)
+    def ask(
+        self, *arguments: str, timeout_s: float = 120.0, environment: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
+        command = self.start(*arguments, environment=environment)
         output, errors = command.communicate(timeout=timeout_s)
         return command.returncode, output + errors
 
@@ -215,7 +218,7 @@ class RayHosts(SshHosts):
 
     def left_in_ray(self) -> str:
         """Placement groups and detached actors that the cluster still has."""
-        return self.python(
+        return self.run_python(
             "import ray, os\n"
             f"ray.init({self.address_of_cluster!r}, log_to_driver=False, logging_level='ERROR')\n"
             "from ray.util import list_named_actors, placement_group_table\n"

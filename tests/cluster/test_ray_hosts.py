@@ -252,7 +252,9 @@ def test_a_cluster_that_can_not_be_used_is_named_within_seconds_and_nothing_is_l
     since = time.monotonic()
     given = arguments if "--address" in arguments else ("--address", machines.address_of_cluster, *arguments)
     run_dir = machines.runs / what.replace(" ", "-")
-    code, output = machines.ask("train", "recipe.yaml", f"run_dir={run_dir}", "--on", "ray", *given, **paths)
+    code, output = machines.ask(
+        "train", "recipe.yaml", f"run_dir={run_dir}", "--on", "ray", *given, environment=paths
+    )
     took_s = time.monotonic() - since
     LOG.info("refused after %.1f s", took_s)
     assert code == 2, output
@@ -264,7 +266,7 @@ def test_a_cluster_that_can_not_be_used_is_named_within_seconds_and_nothing_is_l
 
 def test_a_run_can_be_submitted_as_a_job_of_ray(machines: RayHosts, weights_of_one_machine: str) -> None:
     run_dir = machines.runs / "job"
-    submitted = machines.python(
+    submitted = machines.run_python(
         "import sys, time\n"
         "from ray.job_submission import JobSubmissionClient\n"
         f"client = JobSubmissionClient('http://{machines.head.address}:8265')\n"

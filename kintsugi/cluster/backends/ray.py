@@ -228,6 +228,8 @@ class RayBackend:
         self._is_connected = self._was_connected = self._is_given_back = False
         self._start_at = self._connect_until = 0.0
         self._pause_s = FIRST_PAUSE_S
+        self._failure = ""
+        """Reason that the driver has told."""
 
     def start(self, orders: Sequence[HostOrder]) -> None:
         for order in orders:
@@ -252,19 +254,19 @@ class RayBackend:
             if now >= self._start_at:
                 self._start_driver(now)
             return
-        failure = ""
+        ended = self._driver.ended  # First: what it wrote before its end is read below.
         for event in self._driver.events():
             if isinstance(event, Failed):
-                failure = event.why
+                self._failure = event.why
             else:
                 self._take(event)
         late = not self._is_connected and now > self._connect_until
-        if late or self._driver.ended:
+        if late or ended:
             explained = self._driver.explain()
             self._close_driver(0.0)
             if late:
-                failure = f"it did not join the cluster within {CONNECT_S:g} s"
-            self._driver_ended(explained if explained == TOKEN_REFUSED else failure or explained, now)
+                self._failure = f"it did not join the cluster within {CONNECT_S:g} s"
+            self._driver_ended(explained if explained == TOKEN_REFUSED else self._failure or explained, now)
 
     def _take(self, event: Event) -> None:
         match event:
@@ -282,6 +284,7 @@ class RayBackend:
 
     def _start_driver(self, now: float) -> None:
         self._is_connected, self._connect_until = False, now + CONNECT_S
+        self._failure = ""
         numbers = {host: number - (host in self._waiting) for host, number in self._numbers.items()}
         if not self._was_connected and (why := why_not_reached(self._job.address)):
             self._driver_ended(f"{self._job.address}: {why}", now)

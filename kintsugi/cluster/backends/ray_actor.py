@@ -114,13 +114,16 @@ class HostActor:
             self._started.release()
             self._started = None
 
+    def lease_is_over(self) -> bool:
+        """Whether no driver has asked for so long."""
+        return SYSTEM_CLOCK.monotonic() - self._heard_at > self._lease_s
+
     def _watch_lease(self, name: str, leave: Callable[[str], None]) -> None:
         """Body of a thread: waits for the end of the lease; nothing but the end of this process ends it."""
         while True:
             wait_readable(whom="the driver", what="its next question", timeout_s=LEASE_POLL_S)
             supervisor = self._supervisor
-            is_over = SYSTEM_CLOCK.monotonic() - self._heard_at > self._lease_s
-            if is_over and (supervisor is None or not _runs(supervisor)):
+            if self.lease_is_over() and (supervisor is None or not _runs(supervisor)):
                 leave(name)
 
 
