@@ -19,6 +19,7 @@ from kintsugi.telemetry.events import Alert, Note, read_events
 from tests.cluster import ray_hosts
 from tests.cluster.ray_hosts import RayHosts
 from tests.cluster.tiny_runs import until
+from tests.docs.pages import ROOT, blocks_of
 
 LOG = logging.getLogger(__name__)
 """Measured times: `--log-cli-level=INFO` shows them."""
@@ -70,7 +71,7 @@ def weights_of(run_dir: Path) -> str:
 
 def start(machines: RayHosts, name: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
     run_dir = machines.runs / name
-    at = ("--on", "ray", "--address", machines.address_of_cluster)
+    at = ("--on", "ray", "--address", machines.address_of_cluster, "cluster.start_timeout_s=300")
     return machines.start("train", "recipe.yaml", f"run_dir={run_dir}", *at, *overrides), run_dir
 
 
@@ -109,6 +110,11 @@ def test_three_nodes_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any_n
     assert all(machines.scratch_of(place.name) for place in machines.places)
     in_ray = machines.left_in_ray()
     assert "kintsugi-" in in_ray and in_ray.count("host-") == 3, in_ray
+    for place in machines.places:
+        (raylet,) = machines.pids_of_ray(place.name, "raylet/raylet ")
+        for pid in machines.pids_on(place.name):
+            assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, raylet)
+            assert b"RAY_AUTH" not in Path(f"/proc/{pid}/environ").read_bytes()
     finish(command)
     assert weights_of(run_dir) == weights_of_one_machine
     machines.assert_nothing_left()
@@ -264,6 +270,25 @@ def test_a_cluster_that_can_not_be_used_is_named_within_seconds_and_nothing_is_l
     assert not machines.pids()
 
 
+def test_nodes_that_others_use_are_waited_for_and_then_named(machines: RayHosts) -> None:
+    connect = f"import ray; ray.init({machines.address_of_cluster!r}, namespace='others')\n"
+    taken = "ray.util.placement_group([{'CPU': 2}] * 3, strategy='SPREAD', name='taken', lifetime='detached').ready()"
+    machines.run_python(f"{connect}ray.get({taken})")
+    try:
+        command, _ = start(machines, "in-use")
+        output, errors = command.communicate(timeout=LONGEST_S)
+        assert command.returncode != 0
+        assert "Ray has not placed 3 hosts of 1 CPUs and 0 GPUs" in " ".join((output + errors).split()), (
+            output
+        )
+        until(lambda: not machines.pids(), "the end of all processes", timeout_s=60.0)
+        assert machines.left_in_ray() == "['taken']"
+    finally:
+        machines.run_python(
+            f"{connect}ray.util.remove_placement_group(ray.util.get_placement_group('taken'))\n"
+        )
+
+
 def test_a_run_can_be_submitted_as_a_job_of_ray(machines: RayHosts, weights_of_one_machine: str) -> None:
     run_dir = machines.runs / "job"
     submitted = machines.run_python(
@@ -288,3 +313,29 @@ def test_hosts_shows_every_node_and_what_it_has(machines: RayHosts) -> None:
     for place in machines.places:
         assert f"{place.name}-machine" in output
         assert f"reaches {machines.head.address} from {place.address}; Ray: 2 CPUs" in output
+
+
+def test_the_section_about_ray_can_be_followed_line_by_line(machines: RayHosts) -> None:
+    commands = [
+        command
+        for block in blocks_of(ROOT / "docs" / "cluster.md")
+        if block.kind == "console"
+        for command, _ in block.commands
+        if "--on ray" in command
+    ]
+    assert len(commands) == 2
+    for command in commands:
+        code, output = machines.ask(*command.split()[1:], timeout_s=LONGEST_S)
+        assert code == 0, output
+    machines.assert_nothing_left()
+
+
+def test_a_run_outlives_the_head_of_its_cluster(machines: RayHosts, weights_of_one_machine: str) -> None:
+    """The last test: there is no cluster after it."""
+    command, run_dir = start(machines, "head")
+    wait_for_step(run_dir, 2, command)
+    machines.kill_ray("host-0", "gcs_server")
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    assert not told(run_dir, Alert, "lost")
+    until(lambda: not machines.pids(), "the end of all processes", timeout_s=60.0)

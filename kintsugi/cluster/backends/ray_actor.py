@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from kintsugi.cluster.backends.command import EngineCommand
 from kintsugi.cluster.backends.ray_protocol import TicketKey, supervisor_environment
@@ -29,12 +28,20 @@ START_S = 30.0
 """Time for the interpreter between this actor and a supervisor."""
 LEASE_POLL_S = 1.0
 _BETWEEN = """
-import os, signal, subprocess, sys
+import contextlib, os, pathlib, signal, subprocess, sys
+raylet = sys.argv[1]
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
-supervisor = subprocess.Popen(sys.argv[1:], stdout=2, stderr=2, start_new_session=True)
+with contextlib.suppress(OSError):
+    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, int(raylet)))
+with contextlib.suppress(OSError):
+    score = pathlib.Path(f"/proc/{raylet}/oom_score_adj").read_text()
+    pathlib.Path("/proc/self/oom_score_adj").write_text(score)
+supervisor = subprocess.Popen(sys.argv[2:], stdout=2, stderr=2, start_new_session=True)
 print(supervisor.pid, flush=True)
 os._exit(0)
 """
+"""The process between an actor and a supervisor. Ray's workers have a low priority, and are the first that the kernel
+kills for memory; what a supervisor starts has the priority and the score of the raylet, where that is allowed."""
 
 
 class HostActor:
@@ -65,7 +72,7 @@ class HostActor:
         reader, writer = os.pipe2(os.O_CLOEXEC)
         try:
             self._started = EngineCommand(
-                [sys.executable, "-P", "-c", _BETWEEN, *argv],
+                [sys.executable, "-P", "-c", _BETWEEN, str(os.getppid()), *argv],
                 secret=self._key.open(sealed),
                 environment=supervisor_environment(dict(os.environ)),
                 stdout=writer,
@@ -77,7 +84,6 @@ class HostActor:
         finally:
             os.close(reader)
             os.close(writer)
-        _use_oom_score_of_parent(pid)
         self._supervisor = pid, process_start_time(pid) or 0
         return self._supervisor
 
@@ -130,13 +136,6 @@ class HostActor:
 def _runs(supervisor: tuple[int, int]) -> bool:
     pid, start_time = supervisor
     return process_start_time(pid) == start_time and not has_ended(pid)
-
-
-def _use_oom_score_of_parent(pid: int) -> None:
-    """Ray's workers are the first that the kernel kills for memory; a supervisor and its processes are not workers."""
-    with suppress(OSError):
-        score = Path(f"/proc/{os.getppid()}/oom_score_adj").read_text()
-        Path(f"/proc/{pid}/oom_score_adj").write_text(score)
 
 
 def leave_in_turn(name: str) -> None:

@@ -130,7 +130,7 @@ cluster = Cluster(
     head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80_000_000},
 )
 for _ in range(3):
-    cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+    cluster.add_node(num_cpus=1, num_gpus=4, object_store_memory=80_000_000)
 print("address", cluster.address, flush=True)
 sys.stdin.read()
 cluster.shutdown()
@@ -260,6 +260,31 @@ def test_nothing_is_left_after_all_was_given_back_and_it_may_be_given_back_twice
     assert engine.running() == {}
     engine.backend.give_back(timeout_s=5.0)
     assert [event for event in engine.backend.poll() if isinstance(event, HostCame)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.skipif(util.find_spec("ray") is None, reason="Ray is not installed")
+def test_a_supervisor_on_ray_sees_the_gpus_that_it_has_reserved_and_no_token(
+    ray_cluster: tuple[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, environment = ray_cluster
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = tmp_path / "found"
+    command = ("sh", "-c", 'env > "$0.part"; mv "$0.part" "$0"; exec sleep 600', str(found))
+    job = RayJob(address, f"kintsugi-{uuid4().hex[:12]}", num_hosts=1, cpus=1, gpus=2, command=command)
+    backend = RayBackend(job)
+    backend.start(orders("host-1"))
+    deadline = time.monotonic() + RayEngine.longest_s
+    while not found.exists():
+        assert time.monotonic() < deadline, backend.poll()
+        assert not [event for event in backend.poll() if isinstance(event, HostWent)]
+        time.sleep(0.05)
+    there = dict(line.split("=", 1) for line in found.read_text().splitlines() if "=" in line)
+    assert len(there["CUDA_VISIBLE_DEVICES"].split(",")) == 2
+    assert not [name for name in there if name.startswith("RAY_")]
+    backend.give_back(timeout_s=5.0)
 
 
 def test_a_supervisor_that_can_not_be_executed_is_told_by_name() -> None:
