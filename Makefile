@@ -6,6 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETUP := .venv/.setup
 SETUP_TEST := .venv/.setup-test
 SETUP_EXTRAS := .venv-extras/.setup
+SETUP_RAY := .venv-ray-hosts/.setup
 PEER_RAY := .venv-ray/.setup
 PEER_TRL := .venv-trl/.setup
 PEER_VLLM := .venv-vllm/.setup
@@ -27,12 +28,13 @@ SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux 
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-extras lint docs wheel bench trl-losses clean
+.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-ray test-extras lint docs wheel bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
 	@echo "make test       set up, then linters, type checker and the whole test suite, 15 minutes"
 	@echo "make test-fast  the tests without the slow ones, 3 minutes"
+	@echo "make test-ray   runs on the nodes of a Ray cluster, in an environment of their own, 15 minutes (root)"
 	@echo "make test-extras  trackers, notebooks and JupyterLab with their real libraries, in an environment of their own, 5 minutes"
 	@echo "make docs       the documentation site, into site/"
 	@echo "make wheel      the wheel, into dist/"
@@ -89,6 +91,16 @@ test-fast: system-packages $(SETUP_TEST)
 # Runs over ssh on hosts in namespaces of this machine (root): losses of hosts, links and launchers, refusals.
 test-hosts: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_ssh_hosts.py
+
+# The same on the nodes of a Ray cluster; its contract tests, and losses of nodes, drivers and launchers (root).
+test-ray: system-packages $(SETUP_RAY)
+	.venv-ray-hosts/bin/python -m pytest $(SLOWEST) --log-cli-level=INFO -m ray tests/cluster/test_ray_hosts.py tests/unit/cluster/test_backends.py
+
+$(SETUP_RAY): pyproject.toml constraints.txt benchmarks/constraints-ray.txt
+	$(PYTHON) -m venv .venv-ray-hosts
+	.venv-ray-hosts/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt torch==2.13.0 setuptools
+	.venv-ray-hosts/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -c benchmarks/constraints-ray.txt --no-build-isolation -e '.[ray]' pytest pytest-xdist hypothesis
+	@touch $@
 
 # Libraries that are too many for the environment of the tests; without them tests/extras is skipped by name.
 test-extras: $(SETUP_EXTRAS)
@@ -152,5 +164,5 @@ trl-losses: $(PEER_TRL)
 	.venv-trl/bin/python benchmarks/trl_losses.py
 
 clean:
-	rm -rf .venv .venv-extras .venv-ray .venv-trl .venv-vllm .venv-llama build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-extras .venv-ray .venv-ray-hosts .venv-trl .venv-vllm .venv-llama build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kintsugi tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,14 +21,22 @@ app = typer.Typer()
 On = Annotated[
     str | None,
     typer.Option(
-        metavar="HOSTS", help="Hosts file: the machines of the run, over ssh. Default: this machine."
+        metavar="HOSTS",
+        help="The machines of the run: a hosts file, over ssh, or ray, nodes of a Ray cluster. Default: this machine.",
     ),
 ]
 
 
-def with_engine(overrides: list[str] | None, *, on: str | None) -> list[str]:
-    """Return the overrides with the one that `--on` stands for."""
-    return [*(overrides or ()), *([] if on is None else [f"cluster.on={on}"])]
+Address = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="With --on ray: address of the cluster. Default: Ray's own."),
+]
+
+
+def with_engine(overrides: list[str] | None, *, on: str | None, address: str | None = None) -> list[str]:
+    """Return the overrides with those that `--on` and the options of engines stand for."""
+    given = {"cluster.on": on, "cluster.ray.address": address}
+    return [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
 
 
 def placed(resolved: Resolved) -> Resolved:
@@ -47,6 +55,8 @@ def placed_cluster(cluster: ClusterSection) -> ClusterSection:
     from kintsugi.cluster.backends.ssh import read_hosts_file, split_hosts
     from kintsugi.errors import ConfigError
 
+    if cluster.on == "ray":
+        return _placed_on_ray(cluster)
     here, remote = split_hosts(read_hosts_file(Path(cluster.on)))
     if not remote:
         raise ConfigError(f"{cluster.on}: expected a host on another machine; without one, leave `--on` out")
@@ -56,6 +66,19 @@ def placed_cluster(cluster: ClusterSection) -> ClusterSection:
         slots=(here.slots if here is not None else 0, *(host.slots for host in remote)),
         spare_hosts=sum(host.spare for host in remote),
         address=cluster.address or _address_for([host.machine for host in remote]),
+    )
+
+
+def _placed_on_ray(cluster: ClusterSection) -> ClusterSection:
+    from kintsugi.cluster.backends.ray import choose_nodes, find_nodes
+
+    nodes = choose_nodes(find_nodes(cluster.ray), cluster.ray)
+    return msgspec.structs.replace(
+        cluster,
+        hosts=1 + len(nodes),
+        slots=(0, *(max(1, cluster.ray.gpus) for _ in nodes)),
+        spare_hosts=0,
+        address=cluster.address or _address_for([node.address for node in nodes]),
     )
 
 
@@ -106,13 +129,16 @@ def agent(
 @app.command()
 def hosts(
     on: Annotated[
-        str | None, typer.Option(metavar="HOSTS", help="Hosts file. Default: this machine.")
+        str | None, typer.Option(metavar="HOSTS", help="Hosts file, or ray. Default: this machine.")
     ] = None,
+    address: Address = None,
 ) -> None:
     """Show cores, memory, GPUs, versions and clock of each host, and what would keep it out of a run."""
-    from kintsugi.cli.host_table import host_lines
+    from kintsugi.cli.host_table import host_lines, ray_lines
 
-    lines, all_fit = host_lines(Path(on) if on is not None else None)
+    lines, all_fit = (
+        ray_lines(address or "") if on == "ray" else host_lines(Path(on) if on is not None else None)
+    )
     for line in lines:
         say(line)
     if not all_fit:

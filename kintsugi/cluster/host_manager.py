@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.cluster.backends.contract import Backend, HostCame, HostOrder, HostWent
+from kintsugi.cluster.backends.ray import open_ray
 from kintsugi.cluster.backends.ssh import SshBackend, read_hosts_file, split_hosts
 from kintsugi.cluster.file_mirror import FileWriter
 from kintsugi.cluster.host_manager_process import HOST_MANAGER, HostFailed, ManagerHandover
@@ -124,14 +125,17 @@ def decide(record: HostRecord, *, now: float, since: float, heard_at: float, joi
     return HostDecision()
 
 
-def open_backend(config: Config) -> tuple[Backend, dict[str, HostNeeds]]:
-    """Open the back end of `cluster.on`; return it with what each host has to have."""
+def open_backend(config: Config, *, job: str) -> tuple[Backend, dict[str, HostNeeds], dict[str, str]]:
+    """Open the back end of `cluster.on`; return it with what each host has to have, and the names of their machines."""
+    if config.cluster.on == "ray":
+        return open_ray(config, job=job)
     _, hosts = split_hosts(read_hosts_file(Path(config.cluster.on)))
     needs = {
         f"host-{number}": HostNeeds(versions(), host.gpus, host.memory_gib << 30)
         for number, host in enumerate(hosts, 1)
     }
-    return SshBackend(hosts), needs
+    names = {f"host-{number}": f"{host.name}, {host.address}" for number, host in enumerate(hosts, 1)}
+    return SshBackend(hosts), needs, names
 
 
 class HostManager:
@@ -144,11 +148,10 @@ class HostManager:
         self._log = EventLog(RunFolder(self._run_dir).events_file(HOST_MANAGER), process=HOST_MANAGER)
         self._files = RunFiles(config, run_dir=self._run_dir)
         self._writer = FileWriter(self._run_dir)
-        self._backend, self._needs = open_backend(config)
-        # Read once: the file may be changed, and names may not resolve, when a host is lost.
-        _, self._machines = split_hosts(read_hosts_file(Path(config.cluster.on)))
         self._agents = {agent.host: agent for agent in handover.agents}
         self._job = handover.agents[0].job
+        # The names are read once: a hosts file may be changed, and names may not resolve, when a host is lost.
+        self._backend, self._needs, self._names = open_backend(config, job=self._job)
         self._endpoint = Endpoint(
             job=self._job,
             process=HOST_MANAGER,
@@ -358,8 +361,7 @@ class HostManager:
         self._log.emit(Alert(f"{named} is lost: {why}"))
 
     def _named(self, host: str) -> str:
-        machine = self._machines[int(host.rpartition("-")[2]) - 1]
-        return f"{host} ({machine.name}, {machine.address})"
+        return f"{host} ({self._names.get(host) or self._records[host].place or 'not placed yet'})"
 
     def _report(self, report: HostFailed) -> None:
         with contextlib.suppress(BrokenPipeError, BlockingIOError):

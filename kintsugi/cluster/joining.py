@@ -134,13 +134,15 @@ def facts_of_this_host(*, address: str, scratch: Path) -> HostFacts:
 
 
 class HostNeeds(msgspec.Struct, frozen=True):
-    """Expectations of a host, from the hosts file and from the launcher's own machine."""
+    """Expectations of a host, from what places it and from the launcher's own machine."""
 
     versions: HostVersions
     gpus: int = 0
     memory_bytes: int = 0
     needed_bytes: int = 0
     """Disk space of the files that are copied to it."""
+    said_by: str = "the hosts file"
+    """Where the GPUs and the memory are asked for."""
 
 
 MOST_CLOCK_S = 120.0
@@ -162,10 +164,10 @@ def why_refused(facts: HostFacts, needs: HostNeeds, *, now: float) -> str:
         if expected != found:
             return f"expected {what} {expected}, as on the launcher's machine, found {found}"
     if len(facts.gpus) < needs.gpus:
-        return f"expected {needs.gpus} GPUs, as the hosts file says, found {len(facts.gpus)}"
+        return f"expected {needs.gpus} GPUs, as {needs.said_by} says, found {len(facts.gpus)}"
     if facts.memory_bytes < needs.memory_bytes:
         return (
-            f"expected {needs.memory_bytes / 2**30:.1f} GiB of memory, as the hosts file says, found "
+            f"expected {needs.memory_bytes / 2**30:.1f} GiB of memory, as {needs.said_by} says, found "
             f"{facts.memory_bytes / 2**30:.1f} GiB"
         )
     if facts.free_bytes < needs.needed_bytes:

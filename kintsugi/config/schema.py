@@ -447,6 +447,23 @@ class BandwidthSection(_Section, frozen=True):
     no snapshot there."""
 
 
+ENGINES = ("ray",)
+"""Values of `cluster.on` that name an engine; every other value is the path of a hosts file."""
+
+
+class RaySection(_Section, frozen=True):
+    """Nodes of an existing Ray cluster, for `cluster.on: ray`."""
+
+    address: str = ""
+    """Address of the cluster: "10.0.0.1:6379". Empty: that of RAY_ADDRESS, or of the Ray node on this machine."""
+    nodes: int = 0
+    """Number of nodes, one host each. 0: all nodes that have the resources below."""
+    cpus: int = 1
+    """CPUs that are reserved on each node, as Ray counts them; a node with fewer is not used."""
+    gpus: int = 0
+    """GPUs that are reserved on each node and used by the run; a node with fewer is not used."""
+
+
 class ClusterSection(_Section, frozen=True):
     """Hosts and processes."""
 
@@ -454,8 +471,10 @@ class ClusterSection(_Section, frozen=True):
     """Number of hosts, each with its own agent. Without `on` they are agents of this machine; with `on` the number
     follows from it."""
     on: str = ""
-    """Path of a hosts file: the machines of the other hosts, which are started over ssh. The first host, with the
-    master, is this machine. Empty: all hosts are agents of this machine. See `docs/cluster.md`."""
+    """Path of a hosts file: the machines of the other hosts, which are started over ssh; or `ray`: nodes of a Ray
+    cluster. The first host, with the master, is this machine. Empty: all hosts are agents of this machine. See
+    `docs/cluster.md`."""
+    ray: RaySection = RaySection()
     slots: tuple[int, ...] = ()
     """Processes that each host gets in one round of placement, by host. 0: no ranks, servers or rollout workers. Set
     from the hosts file; empty: 1 each."""

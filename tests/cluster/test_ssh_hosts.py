@@ -276,6 +276,7 @@ def test_the_page_about_clusters_can_be_followed_line_by_line(machines: SshHosts
             lines = [line if line.startswith("#") else line + there for line in block.body.splitlines()]
             (machines.runs / "hosts.txt").write_text("\n".join(lines))
         for command, _ in block.commands if block.kind == "console" else ():
-            code, output = machines.ask(*command.split()[1:], timeout_s=LONGEST_S)
-            assert code == 0, output
+            if "hosts.txt" in command:  # Others are about other engines.
+                code, output = machines.ask(*command.split()[1:], timeout_s=LONGEST_S)
+                assert code == 0, output
     machines.assert_nothing_left()

@@ -85,7 +85,7 @@ def test_the_changelog_has_this_version() -> None:
 def test_every_dependency_of_the_project_and_its_extras_is_pinned() -> None:
     pinned = {
         _normal(line.partition("==")[0])
-        for name in ("constraints.txt", "benchmarks/constraints-extras.txt")
+        for name in ("constraints.txt", "benchmarks/constraints-extras.txt", "benchmarks/constraints-ray.txt")
         for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
         if "==" in line
     }

@@ -21,18 +21,27 @@ class EngineCommand:
     """A command that runs in a session of its own. Its output is kept in a file without a name."""
 
     def __init__(
-        self, argv: Sequence[str], *, secret: bytes = b"", environment: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        secret: bytes = b"",
+        environment: Mapping[str, str] | None = None,
+        stdin: int = -1,
+        stdout: int = -1,
     ) -> None:
-        """Start `argv` with `secret` on its standard input. OSError if the program can not be executed."""
+        """Start `argv` with `secret` on its standard input. OSError if the program can not be executed.
+
+        A command that is talked to has the descriptors `stdin` and `stdout` instead; its errors are kept.
+        """
         self.program = argv[0]
         self._output = TemporaryFile()  # noqa: SIM115 - held until `close`.
-        given = in_memory(secret)
+        given = in_memory(secret) if stdin < 0 else os.dup(stdin)
         try:
             popen = subprocess.Popen(
                 list(argv),
                 stdin=given,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
+                stdout=self._output if stdout < 0 else stdout,
+                stderr=self._output,
                 env=None if environment is None else dict(environment),
                 start_new_session=True,
             )
@@ -84,4 +93,8 @@ class EngineCommand:
         self._child.status()
         self._child.close()
         if not keep_output:
-            self._output.close()
+            self.release()
+
+    def release(self) -> None:
+        """Release the output that `close` has kept."""
+        self._output.close()

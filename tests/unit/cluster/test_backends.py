@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import subprocess
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from importlib import util
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
+import kintsugi
 from kintsugi.cluster.backends.contract import Backend, HostCame, HostEvent, HostOrder, HostWent
 from kintsugi.cluster.backends.local import LocalBackend
+from kintsugi.cluster.backends.ray import RayBackend
+from kintsugi.cluster.backends.ray_protocol import RayJob
+from kintsugi.runtime.proc import process_start_time
 from kintsugi.simulation.backend import SimulatedBackend
 from kintsugi.simulation.world import World
 
@@ -25,6 +34,8 @@ class Engine(ABC):
     """One implementation with what the tests need around it."""
 
     backend: Backend
+    longest_s = 20.0
+    """Time for everything that a test waits for."""
 
     @abstractmethod
     def running(self) -> dict[str, object]:
@@ -41,7 +52,7 @@ class Engine(ABC):
     def until(self, *wanted: tuple[type, str]) -> list[HostEvent]:
         """Poll until these events have been told; return all."""
         told: list[HostEvent] = []
-        deadline = time.monotonic() + LONGEST_S
+        deadline = time.monotonic() + self.longest_s
         while not set(wanted) <= {(type(event), event.host) for event in told}:
             assert time.monotonic() < deadline, f"waited for {wanted}, told {told}"
             self.advance()
@@ -84,9 +95,100 @@ class SimulatedEngine(Engine):
         self._world.turn()
 
 
-@pytest.fixture(params=["local", "simulated"])
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    made: Engine = LocalEngine(tmp_path) if request.param == "local" else SimulatedEngine()
+class RayEngine(LocalEngine):
+    """Nodes of a Ray cluster on this machine."""
+
+    longest_s = 120.0
+
+    def __init__(self, folder: Path, *, address: str) -> None:
+        super().__init__(folder)
+        self.backend = RayBackend(
+            RayJob(
+                address=address,
+                job=f"kintsugi-{uuid4().hex[:12]}",
+                num_hosts=len(HOSTS),
+                cpus=1,
+                command=("sh", "-c", SUPERVISOR, str(self._tickets)),
+            )
+        )
+
+    def running(self) -> dict[str, object]:
+        # One that was killed may stay a zombie: it is no child of ours.
+        return {
+            host: pid
+            for host, pid in super().running().items()
+            if isinstance(pid, int) and process_start_time(pid) is not None
+        }
+
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(
+    initialize_head=True,
+    head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80_000_000},
+)
+for _ in range(3):
+    cluster.add_node(num_cpus=1, num_gpus=4, object_store_memory=80_000_000)
+print("address", cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+    """Address of a cluster of three nodes on this machine, and the environment that names its token."""
+    token = tmp_path_factory.mktemp("ray") / "token"
+    token.write_text(secrets.token_hex(32))
+    environment = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        env={**os.environ, **environment, "PYTHONPATH": str(Path(kintsugi.__file__).parents[1])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as cluster:
+        assert cluster.stdout is not None
+        lines = (line for line in cluster.stdout if line.startswith("address "))
+        yield next(lines).split()[1], environment
+
+
+ENGINES = [
+    "local",
+    "simulated",
+    pytest.param(
+        "ray",
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.ray,
+            pytest.mark.skipif(util.find_spec("ray") is None, reason="Ray is not installed"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    made: Engine
+    match request.param:
+        case "local":
+            made = LocalEngine(tmp_path)
+        case "simulated":
+            made = SimulatedEngine()
+        case _:
+            address, environment = request.getfixturevalue("ray_cluster")
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            made = RayEngine(tmp_path, address=address)
     yield made
     made.backend.give_back(timeout_s=5.0)
 
@@ -102,7 +204,7 @@ def orders(*hosts: str) -> list[HostOrder]:
 def started(engine: Engine) -> dict[str, object]:
     engine.backend.start(orders(*HOSTS))
     engine.until(*((HostCame, host) for host in HOSTS))
-    deadline = time.monotonic() + LONGEST_S
+    deadline = time.monotonic() + engine.longest_s
     while len(engine.running()) < len(HOSTS):
         assert time.monotonic() < deadline
         engine.advance()
@@ -129,7 +231,7 @@ def test_one_host_is_replaced_and_the_others_keep_their_supervisors(engine: Engi
     engine.until((HostWent, "host-2"))
     engine.backend.replace(orders("host-2")[0])
     engine.until((HostCame, "host-2"))
-    deadline = time.monotonic() + LONGEST_S
+    deadline = time.monotonic() + engine.longest_s
     while engine.running().keys() != set(HOSTS):
         assert time.monotonic() < deadline
         engine.advance()
@@ -145,7 +247,7 @@ def test_a_host_can_be_replaced_before_its_engine_has_noticed_its_loss(engine: E
     engine.lose("host-1")
     engine.backend.replace(orders("host-1")[0])
     engine.until((HostCame, "host-1"))
-    deadline = time.monotonic() + LONGEST_S
+    deadline = time.monotonic() + engine.longest_s
     while engine.running().keys() != set(HOSTS):
         assert time.monotonic() < deadline
         engine.advance()
@@ -158,6 +260,31 @@ def test_nothing_is_left_after_all_was_given_back_and_it_may_be_given_back_twice
     assert engine.running() == {}
     engine.backend.give_back(timeout_s=5.0)
     assert [event for event in engine.backend.poll() if isinstance(event, HostCame)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.skipif(util.find_spec("ray") is None, reason="Ray is not installed")
+def test_a_supervisor_on_ray_sees_the_gpus_that_it_has_reserved_and_no_token(
+    ray_cluster: tuple[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, environment = ray_cluster
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = tmp_path / "found"
+    command = ("sh", "-c", 'env > "$0.part"; mv "$0.part" "$0"; exec sleep 600', str(found))
+    job = RayJob(address, f"kintsugi-{uuid4().hex[:12]}", num_hosts=1, cpus=1, gpus=2, command=command)
+    backend = RayBackend(job)
+    backend.start(orders("host-1"))
+    deadline = time.monotonic() + RayEngine.longest_s
+    while not found.exists():
+        assert time.monotonic() < deadline, backend.poll()
+        assert not [event for event in backend.poll() if isinstance(event, HostWent)]
+        time.sleep(0.05)
+    there = dict(line.split("=", 1) for line in found.read_text().splitlines() if "=" in line)
+    assert len(there["CUDA_VISIBLE_DEVICES"].split(",")) == 2
+    assert not [name for name in there if name.startswith("RAY_")]
+    backend.give_back(timeout_s=5.0)
 
 
 def test_a_supervisor_that_can_not_be_executed_is_told_by_name() -> None:

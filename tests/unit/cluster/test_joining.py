@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -75,7 +76,7 @@ def test_ssh_asks_nothing_and_passes_the_command_as_one_quoted_word() -> None:
     ],
 )
 def test_a_host_that_lacks_something_is_refused_with_both_sides_named(
-    facts: dict[str, object], needs: dict[str, int], said: str
+    facts: dict[str, object], needs: dict[str, Any], said: str
 ) -> None:
     found = msgspec.structs.replace(FACTS, **facts)
     assert said in why_refused(found, HostNeeds(versions(), **needs), now=1000.0)
