@@ -23,7 +23,7 @@ from kintsugi.cli.arguments import (
     loaded,
     validated,
 )
-from kintsugi.cli.hosts import On
+from kintsugi.cli.hosts import Image, Namespace, On
 from kintsugi.cli.output import counted, say
 from kintsugi.run_folder.layout import RunFolder
 
@@ -157,14 +157,17 @@ def train(
     ] = False,
     page_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free port.")] = 0,
     on: On = None,
+    namespace: Namespace = None,
+    image: Image = None,
 ) -> None:
     """Train a model as described by a recipe, and show progress and results."""
     from kintsugi.errors import UserError
 
     if detach and with_page:
         raise UserError("--detach: expected no --page with it; `kintsugi page RUN` shows a detached run")
+    given = hosts.with_pods(hosts.with_engine(overrides, on=on), namespace=namespace, image=image)
     _train(
-        hosts.placed(loaded(recipe, hosts.with_engine(overrides, on=on))),
+        hosts.placed(loaded(recipe, given)),
         detach=detach,
         on_hangup=on_hangup,
         page_port=page_port if with_page else None,

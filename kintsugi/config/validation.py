@@ -146,6 +146,9 @@ _RULES: dict[str, Rule] = {
     "cluster.spares": _NOT_NEGATIVE,
     "cluster.spare_hosts": _NOT_NEGATIVE,
     "cluster.away_s": _POSITIVE,
+    "cluster.kubernetes.pods": _POSITIVE,
+    "cluster.kubernetes.spare_pods": _NOT_NEGATIVE,
+    "cluster.kubernetes.gpus": _NOT_NEGATIVE,
     "cluster.bandwidth.samples": _POSITIVE,
     "cluster.bandwidth.copies": _POSITIVE,
 }

@@ -6,17 +6,21 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kintsugi.cluster.backends.contract import Backend, HostCame, HostEvent, HostOrder, HostWent
+from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend
 from kintsugi.cluster.backends.local import LocalBackend
+from kintsugi.config.schema import KubernetesSection
 from kintsugi.simulation.backend import SimulatedBackend
 from kintsugi.simulation.world import World
+from tests.cluster.kubernetes_server import KubernetesServer
 
 LONGEST_S = 20.0
+HOSTS = ("host-1", "host-2", "host-3")
 SUPERVISOR = 'read ticket; echo "$ticket $$" >> "$0"; exec sleep 600'
 """Stands for a supervisor: writes its ticket and its pid to a file, then stays."""
 
@@ -37,6 +41,9 @@ class Engine(ABC):
     @abstractmethod
     def advance(self) -> None:
         """Let some time pass."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing.
+        """Release what is around the back end."""
 
     def until(self, *wanted: tuple[type, str]) -> list[HostEvent]:
         """Poll until these events have been told; return all."""
@@ -84,14 +91,43 @@ class SimulatedEngine(Engine):
         self._world.turn()
 
 
-@pytest.fixture(params=["local", "simulated"])
+class KubernetesEngine(Engine):
+    """Pods of the small server of the API, on their own or of an Indexed Job."""
+
+    def __init__(self, *, minor: str) -> None:
+        self.server = KubernetesServer(minor=minor)
+        settings = KubernetesSection(image="kintsugi:1")
+        self.backend = KubernetesBackend(
+            settings, job="run1", hosts=HOSTS, patience_s=LONGEST_S, load=self.server.access
+        )
+
+    def running(self) -> dict[str, object]:
+        return self.server.running()
+
+    def lose(self, host: str) -> None:
+        self.server.end_container(self.server.pod_of(host))
+
+    def advance(self) -> None:
+        time.sleep(0.01)
+
+    def close(self) -> None:
+        self.server.close()
+
+
+MADE: dict[str, Callable[[Path], Engine]] = {
+    "local": LocalEngine,
+    "simulated": lambda folder: SimulatedEngine(),
+    "kubernetes pods": lambda folder: KubernetesEngine(minor="20"),
+    "kubernetes job": lambda folder: KubernetesEngine(minor="30+"),
+}
+
+
+@pytest.fixture(params=MADE)
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    made: Engine = LocalEngine(tmp_path) if request.param == "local" else SimulatedEngine()
+    made = MADE[request.param](tmp_path)
     yield made
     made.backend.give_back(timeout_s=5.0)
-
-
-HOSTS = ("host-1", "host-2", "host-3")
+    made.close()
 
 
 def orders(*hosts: str) -> list[HostOrder]:
