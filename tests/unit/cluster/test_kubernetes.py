@@ -262,7 +262,11 @@ def test_the_users_template_is_merged_by_name() -> None:
     theirs = {
         "spec": {
             "containers": [
-                {"name": "agent", "volumeMounts": [{"name": "models", "mountPath": "/models"}]},
+                {
+                    "name": "agent",
+                    "command": ["/venv/bin/python", "-m", "kintsugi"],
+                    "volumeMounts": [{"name": "models", "mountPath": "/models"}],
+                },
                 {"name": "log", "image": "l"},
             ],
             "volumes": [{"name": "models", "emptyDir": {}}],
@@ -273,6 +277,7 @@ def test_the_users_template_is_merged_by_name() -> None:
     (spec,) = pod_specs(made)
     assert [each["name"] for each in spec["containers"]] == ["agent", "log"]
     assert [each["mountPath"] for each in spec["containers"][0]["volumeMounts"]][-1] == "/models"
+    assert spec["containers"][0]["command"] == ["/venv/bin/python", "-m", "kintsugi"]
     assert spec["containers"][0]["image"] == "registry/kintsugi:1"
     assert len(spec["volumes"]) == 4 and spec["tolerations"]
 

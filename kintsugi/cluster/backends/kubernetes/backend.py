@@ -71,6 +71,8 @@ class KubernetesBackend:
         self._events: deque[HostEvent] = deque()
         self._stop_within_s: float | None = None
         self._ended = threading.Event()
+        self._bug: BaseException | None = None
+        """Unexpected error that has ended the thread."""
         self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
         tracker = PodTracker(hosts, patience_s=patience_s)
@@ -94,6 +96,8 @@ class KubernetesBackend:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     def poll(self) -> list[HostEvent]:
+        if self._bug is not None:
+            raise self._bug  # The host manager ends with it; its successor goes on with the pods.
         events = []
         while self._events:
             events.append(self._events.popleft())
@@ -116,6 +120,8 @@ class KubernetesBackend:
         """Body of the thread."""
         try:
             self._loop.run_until_complete(self._serve(deployment, tracker, load, clock))
+        except BaseException as error:  # noqa: BLE001 - the outermost boundary of this thread; raised by `poll`.
+            self._bug = error
         finally:
             self._loop.close()
             self._ended.set()

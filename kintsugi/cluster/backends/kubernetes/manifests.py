@@ -256,7 +256,7 @@ def pod_template(deployment: Deployment, *, ticket: str) -> Object:
 
 
 def merge(ours: Any, theirs: Any) -> Any:
-    """Return `ours` with the values of `theirs`; lists of things with a name, or a mount path, are merged by it.
+    """Return `ours` with the values of `theirs`; lists of objects are merged by their names, or mount paths.
 
     >>> merge({"a": [{"name": "x", "b": 1}]}, {"a": [{"name": "x", "c": 2}, {"name": "y"}]})
     {'a': [{'name': 'x', 'b': 1, 'c': 2}, {'name': 'y'}]}
@@ -264,7 +264,11 @@ def merge(ours: Any, theirs: Any) -> Any:
     if isinstance(ours, dict) and isinstance(theirs, dict):
         both = {key: merge(ours[key], theirs[key]) for key in ours.keys() & theirs.keys()}
         return {**ours, **theirs, **both}
-    if isinstance(ours, list) and isinstance(theirs, list):
+    if (
+        isinstance(ours, list)
+        and isinstance(theirs, list)
+        and all(isinstance(each, dict) for each in ours + theirs)
+    ):
         key = "mountPath" if any("mountPath" in each for each in (*ours, *theirs)) else "name"
         named = {each.get(key, number): each for number, each in enumerate(ours)}
         for each in theirs:
