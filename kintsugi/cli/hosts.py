@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from kintsugi.cli.arguments import Overrides, Recipe
 from kintsugi.cli.output import say
 
 if TYPE_CHECKING:
@@ -22,9 +23,14 @@ On = Annotated[
     str | None,
     typer.Option(
         metavar="HOSTS",
-        help="The machines of the run: a hosts file, over ssh, or ray, nodes of a Ray cluster. Default: this machine.",
+        help="The machines of the run: a hosts file, over ssh; `ray`: nodes of a Ray cluster; `k8s`: pods of a "
+        "Kubernetes cluster. Default: this machine.",
     ),
 ]
+Namespace = Annotated[
+    str | None, typer.Option(metavar="NAME", help="With `--on k8s`: namespace of the pods.")
+]
+Image = Annotated[str | None, typer.Option(metavar="IMAGE", help="With `--on k8s`: image of the pods.")]
 
 
 Address = Annotated[
@@ -33,9 +39,21 @@ Address = Annotated[
 ]
 
 
-def with_engine(overrides: list[str] | None, *, on: str | None, address: str | None = None) -> list[str]:
+def with_engine(
+    overrides: list[str] | None,
+    *,
+    on: str | None,
+    address: str | None = None,
+    namespace: str | None = None,
+    image: str | None = None,
+) -> list[str]:
     """Return the overrides with those that `--on` and the options of engines stand for."""
-    given = {"cluster.on": on, "cluster.ray.address": address}
+    given = {
+        "cluster.on": on,
+        "cluster.ray.address": address,
+        "cluster.kubernetes.namespace": namespace,
+        "cluster.kubernetes.image": image,
+    }
     return [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
 
 
@@ -51,7 +69,9 @@ def placed(resolved: Resolved) -> Resolved:
 
 
 def placed_cluster(cluster: ClusterSection) -> ClusterSection:
-    """Return the section with what follows from its hosts file. ConfigError names what is wrong with it."""
+    """Return the section with what follows from its hosts file, or its engine. ConfigError names what is wrong."""
+    if cluster.on == "k8s":
+        return _placed_in_pods(cluster)
     from kintsugi.cluster.backends.ssh import read_hosts_file, split_hosts
     from kintsugi.errors import ConfigError
 
@@ -79,6 +99,26 @@ def _placed_on_ray(cluster: ClusterSection) -> ClusterSection:
         slots=(0, *(max(1, cluster.ray.gpus) for _ in nodes)),
         spare_hosts=0,
         address=cluster.address or _address_for([node.address for node in nodes]),
+    )
+
+
+def _placed_in_pods(cluster: ClusterSection) -> ClusterSection:
+    """Return the section with one host per pod, and the address of this machine on the way to the API server."""
+    from urllib.parse import urlsplit
+
+    from kintsugi.cluster.backends.kubernetes.access import load_access
+    from kintsugi.cluster.backends.kubernetes.opening import check_settings, host_names
+
+    settings = cluster.kubernetes
+    check_settings(settings)
+    hosts = host_names(settings)
+    address = cluster.address or _address_for([urlsplit(load_access().server).hostname or ""])
+    return msgspec.structs.replace(
+        cluster,
+        hosts=1 + len(hosts),
+        slots=(0, *(1 for _ in hosts)),
+        spare_hosts=settings.spare_pods,
+        address=address,
     )
 
 
@@ -113,17 +153,40 @@ def agent(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once this host has joined the run.")
     ] = False,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait", help="Wait for a ticket in FILE that this run takes, as the first process of a pod."
+        ),
+    ] = False,
 ) -> None:
     """Join a run as one of its hosts, with a ticket that the run has made. Engines call this, not people."""
     from kintsugi.cluster.host_supervisor import default_scratch, supervise_host
     from kintsugi.cluster.joining import read_ticket
     from kintsugi.runtime.owned_files import open_owned
 
+    if wait:
+        from kintsugi.cluster.ticket_file import supervise_with_file
+
+        sys.exit(supervise_with_file(Path(join), scratch=scratch or default_scratch()))
     descriptor = 0 if join == "-" else open_owned(Path(join), os.O_RDONLY, secret=True)
     ticket = read_ticket(descriptor)
     if descriptor:
         os.close(descriptor)
     sys.exit(supervise_host(ticket, scratch=scratch or default_scratch(), detach=detach))
+
+
+@app.command()
+def manifest(
+    recipe: Recipe, overrides: Overrides = None, namespace: Namespace = None, image: Image = None
+) -> None:
+    """Print the Kubernetes objects that `kintsugi train RECIPE --on k8s` would create. Asks no cluster."""
+    from kintsugi.cli.arguments import loaded
+    from kintsugi.cluster.backends.kubernetes.opening import planned_objects
+    from kintsugi.config.recipe import anchored
+
+    given = with_engine(overrides, on="k8s", namespace=namespace, image=image)
+    say(planned_objects(anchored(loaded(recipe, given).config)), nl=False, wrap=False)
 
 
 @app.command()

@@ -23,7 +23,7 @@ from kintsugi.cli.arguments import (
     loaded,
     validated,
 )
-from kintsugi.cli.hosts import Address, On
+from kintsugi.cli.hosts import Address, Image, Namespace, On
 from kintsugi.cli.output import counted, say
 from kintsugi.run_folder.layout import RunFolder
 
@@ -158,14 +158,17 @@ def train(
     page_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free port.")] = 0,
     on: On = None,
     address: Address = None,
+    namespace: Namespace = None,
+    image: Image = None,
 ) -> None:
     """Train a model as described by a recipe, and show progress and results."""
     from kintsugi.errors import UserError
 
     if detach and with_page:
         raise UserError("--detach: expected no --page with it; `kintsugi page RUN` shows a detached run")
+    given = hosts.with_engine(overrides, on=on, address=address, namespace=namespace, image=image)
     _train(
-        hosts.placed(loaded(recipe, hosts.with_engine(overrides, on=on, address=address))),
+        hosts.placed(loaded(recipe, given)),
         detach=detach,
         on_hangup=on_hangup,
         page_port=page_port if with_page else None,

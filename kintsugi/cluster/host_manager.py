@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.cluster.backends.contract import Backend, HostCame, HostOrder, HostWent
+from kintsugi.cluster.backends.contract import Backend, HostCame, HostDoubted, HostOrder, HostWent
 from kintsugi.cluster.backends.ray import open_ray
 from kintsugi.cluster.backends.ssh import SshBackend, read_hosts_file, split_hosts
 from kintsugi.cluster.file_mirror import FileWriter
@@ -65,6 +65,8 @@ TICK_S = 0.1
 SILENT_S = 20.0
 """Silence after which a host is ordered again. The master gives its processes up earlier (15 s); a link that is back
 before has lost nothing here."""
+DOUBTED_SILENT_S = 5.0
+"""Silence after which a host is ordered again that its engine doubts too."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Pause before a lost host is ordered again; it doubles."""
 END_S = 12.0
@@ -108,16 +110,21 @@ class HostDecision(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-def decide(record: HostRecord, *, now: float, since: float, heard_at: float, join_s: float) -> HostDecision:
+def decide(
+    record: HostRecord, *, now: float, since: float, heard_at: float, join_s: float, doubt: str = ""
+) -> HostDecision:
     """Decide about a host by time alone. Pure.
 
-    `since` is when its phase began, `heard_at` when its supervisor was last heard of, `join_s` the time to join.
+    `since` is when its phase began, `heard_at` when its supervisor was last heard of, `join_s` the time to join,
+    `doubt` why its engine does not know whether it is alive.
     """
     if record.phase in (HostPhase.ORDERED, HostPhase.JOINED) and now - since > join_s:
         what = "join" if record.phase is HostPhase.ORDERED else "start its agent"
         return HostDecision("lose" if record.was_ready else "fail", f"it did not {what} within {join_s:g} s")
     if record.phase in (HostPhase.JOINED, HostPhase.READY) and now - heard_at > SILENT_S:
         return HostDecision("lose" if record.was_ready else "fail", f"it is silent for {SILENT_S:g} s")
+    if record.phase is HostPhase.READY and doubt and now - heard_at > DOUBTED_SILENT_S:
+        return HostDecision("lose", f"{doubt}, and it is silent for {now - heard_at:.1f} s")
     if record.phase is HostPhase.LOST:
         pause_s = min(FIRST_PAUSE_S * 2.0 ** min(record.num_losses - 1, 8), LONGEST_PAUSE_S)
         if now - since >= pause_s:
@@ -129,6 +136,10 @@ def open_backend(config: Config, *, job: str) -> tuple[Backend, dict[str, HostNe
     """Open the back end of `cluster.on`; return it with what each host has to have, and the names of their machines."""
     if config.cluster.on == "ray":
         return open_ray(config, job=job)
+    if config.cluster.on == "k8s":
+        from kintsugi.cluster.backends.kubernetes.opening import open_kubernetes
+
+        return open_kubernetes(config, job=job)
     _, hosts = split_hosts(read_hosts_file(Path(config.cluster.on)))
     needs = {
         f"host-{number}": HostNeeds(versions(), host.gpus, host.memory_gib << 30)
@@ -165,6 +176,8 @@ class HostManager:
         self._records = {host: HostRecord(host) for host in self._agents}
         self._since: dict[str, float] = {}
         self._heard_at: dict[str, float] = {}
+        self._doubts: dict[str, str] = {}
+        """Host → why its engine does not know whether it is alive."""
         self._ending_at: float | None = None
 
     def run(self) -> None:
@@ -223,6 +236,7 @@ class HostManager:
         record.ticket += 1
         record.phase, record.public_key = HostPhase.ORDERED, b""
         self._since[host] = self._heard_at[host] = now
+        self._doubts.pop(host, None)
         public_key, secret_key = new_key_pair()
         manager = Peer(HOST_MANAGER, "1", "host-0", self._endpoint.address, self._handover.public_key)
         ticket = Ticket(
@@ -233,6 +247,7 @@ class HostManager:
             public_key=public_key,
             secret_key=secret_key,
             manager=manager,
+            made_at=self._clock.wall(),
         )
         self._endpoint.admit(Peer(ticket.process, ticket.first_incarnation, host, "", public_key))
         return HostOrder(host, msgspec.json.encode(ticket))
@@ -325,6 +340,8 @@ class HostManager:
             match event:
                 case HostCame(place=place):
                     record.place = place
+                case HostDoubted(host=host, why=why):
+                    self._doubts[host] = why
                 case HostWent(why=why) if record.phase not in (HostPhase.LOST, HostPhase.ENDED):
                     self._lose(record, why)
 
@@ -336,6 +353,7 @@ class HostManager:
                 since=self._since[host],
                 heard_at=self._heard_at[host],
                 join_s=self._handover.config.cluster.start_timeout_s,
+                doubt=self._doubts.get(host, ""),
             )
             if decision.action == "order":
                 self._backend.replace(self._order(host, now))

@@ -52,6 +52,8 @@ class Ticket(msgspec.Struct, frozen=True):
     secret_key: bytes
     manager: Peer
     """The host manager; its address is reached from every host."""
+    made_at: float = 0.0
+    """Wall clock of the launcher's machine."""
 
     @property
     def first_incarnation(self) -> str:

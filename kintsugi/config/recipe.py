@@ -225,6 +225,9 @@ def anchored(config: Config) -> Config:
     config = replace(config, data=_anchored_data(config.data))
     if config.run_dir is not None:
         config = replace(config, run_dir=str(Path(config.run_dir).resolve()))
+    if (template := config.cluster.kubernetes.template) != "":
+        kubernetes = replace(config.cluster.kubernetes, template=str(Path(template).resolve()))
+        config = replace(config, cluster=replace(config.cluster, kubernetes=kubernetes))
     if config.cluster.on and config.cluster.on not in ENGINES:
         config = replace(config, cluster=replace(config.cluster, on=str(Path(config.cluster.on).resolve())))
     algorithm = config.algorithm

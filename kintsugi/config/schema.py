@@ -447,7 +447,7 @@ class BandwidthSection(_Section, frozen=True):
     no snapshot there."""
 
 
-ENGINES = ("ray",)
+ENGINES = ("ray", "k8s")
 """Values of `cluster.on` that name an engine; every other value is the path of a hosts file."""
 
 
@@ -464,6 +464,29 @@ class RaySection(_Section, frozen=True):
     """GPUs that are reserved on each node and used by the run; a node with fewer is not used."""
 
 
+class KubernetesSection(_Section, frozen=True):
+    """Pods of a Kubernetes cluster, for `cluster.on: k8s`."""
+
+    pods: int = 2
+    """Number of pods, one host each."""
+    spare_pods: int = 0
+    """Pods, the last ones, on which no process is placed until another host is lost."""
+    namespace: str = ""
+    """Namespace of the pods. Empty: that of the kubeconfig's context, or of the pod that this command runs in."""
+    image: str = ""
+    """Image of the pods: the same versions of Kintsugi, torch and Python as here."""
+    workload: Literal["auto", "volcano", "job", "pods"] = "auto"
+    """Controller of the pods: a Volcano job, an Indexed Job (Kubernetes 1.24 and later), or none. "auto": the first of
+    them that the cluster has."""
+    gpus: int = 0
+    """Accelerators of each pod; a pod that has fewer is refused."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Name of the resource that is asked for `gpus`."""
+    template: str = ""
+    """YAML file with a pod template (`metadata`, `spec`) that is merged into the pods: volumes, tolerations, requests,
+    pull secrets. The container is named `agent`."""
+
+
 class ClusterSection(_Section, frozen=True):
     """Hosts and processes."""
 
@@ -471,10 +494,11 @@ class ClusterSection(_Section, frozen=True):
     """Number of hosts, each with its own agent. Without `on` they are agents of this machine; with `on` the number
     follows from it."""
     on: str = ""
-    """Path of a hosts file: the machines of the other hosts, which are started over ssh; or `ray`: nodes of a Ray
-    cluster. The first host, with the master, is this machine. Empty: all hosts are agents of this machine. See
-    `docs/cluster.md`."""
+    """Path of a hosts file: the machines of the other hosts, which are started over ssh; or an engine that places
+    them: `ray`, nodes of a Ray cluster; `k8s`, pods of a Kubernetes cluster. The first host, with the master, is this
+    machine. Empty: all hosts are agents of this machine. See `docs/cluster.md`."""
     ray: RaySection = RaySection()
+    kubernetes: KubernetesSection = KubernetesSection()
     slots: tuple[int, ...] = ()
     """Processes that each host gets in one round of placement, by host. 0: no ranks, servers or rollout workers. Set
     from the hosts file; empty: 1 each."""

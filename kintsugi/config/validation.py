@@ -149,6 +149,9 @@ _RULES: dict[str, Rule] = {
     "cluster.ray.nodes": _NOT_NEGATIVE,
     "cluster.ray.cpus": _NOT_NEGATIVE,
     "cluster.ray.gpus": _NOT_NEGATIVE,
+    "cluster.kubernetes.pods": _POSITIVE,
+    "cluster.kubernetes.spare_pods": _NOT_NEGATIVE,
+    "cluster.kubernetes.gpus": _NOT_NEGATIVE,
     "cluster.bandwidth.samples": _POSITIVE,
     "cluster.bandwidth.copies": _POSITIVE,
 }

@@ -6,4 +6,5 @@ local.py      supervisors as processes of this machine
 ssh.py        the hosts of a file, each started over ssh
 ray.py        nodes of a Ray cluster; ray_driver.py talks to Ray, ray_actor.py runs on each node, ray_protocol.py is
               what they tell each other
+kubernetes/   pods of a cluster
 """

@@ -2,7 +2,7 @@
 host, give all back.
 
     start ─► HostCame ─► (the supervisor joins the run by itself) ─► HostWent ─► replace ─► HostCame ─► … ─► give_back
-      └────► HostWent: the engine could not start it
+      └────► HostWent: the engine could not start it           HostDoubted: lost if its supervisor is silent too
 
 A back end places and ends supervisors; it carries neither data nor messages of the run. Whether a host is alive is
 known by the heartbeats of its supervisor, not by its engine: `HostWent` only makes it known sooner. The same tests run
@@ -40,7 +40,22 @@ class HostWent(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-HostEvent = HostCame | HostWent
+class HostLeaves(msgspec.Struct, frozen=True, tag=True):
+    """The engine wants the machine of a host back, which still runs: its processes are moved in order."""
+
+    host: str
+    why: str
+
+
+class HostDoubted(msgspec.Struct, frozen=True, tag=True):
+    """The engine does not know whether a host is alive, for instance because its own daemon there is silent."""
+
+    host: str
+    why: str
+    """Empty: it is no longer in doubt."""
+
+
+HostEvent = HostCame | HostWent | HostLeaves | HostDoubted
 
 
 class Backend(Protocol):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
 from uuid import uuid4
@@ -18,14 +18,18 @@ import pytest
 
 import kintsugi
 from kintsugi.cluster.backends.contract import Backend, HostCame, HostEvent, HostOrder, HostWent
+from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend
 from kintsugi.cluster.backends.local import LocalBackend
 from kintsugi.cluster.backends.ray import RayBackend
 from kintsugi.cluster.backends.ray_protocol import RayJob
+from kintsugi.config.schema import KubernetesSection
 from kintsugi.runtime.proc import process_start_time
 from kintsugi.simulation.backend import SimulatedBackend
 from kintsugi.simulation.world import World
+from tests.cluster.kubernetes_server import KubernetesServer
 
 LONGEST_S = 20.0
+HOSTS = ("host-1", "host-2", "host-3")
 SUPERVISOR = 'read ticket; echo "$ticket $$" >> "$0"; exec sleep 600'
 """Stands for a supervisor: writes its ticket and its pid to a file, then stays."""
 
@@ -48,6 +52,9 @@ class Engine(ABC):
     @abstractmethod
     def advance(self) -> None:
         """Let some time pass."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing.
+        """Release what is around the back end."""
 
     def until(self, *wanted: tuple[type, str]) -> list[HostEvent]:
         """Poll until these events have been told; return all."""
@@ -160,40 +167,59 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str,
         yield next(lines).split()[1], environment
 
 
-ENGINES = [
-    "local",
-    "simulated",
-    pytest.param(
-        "ray",
-        marks=[
-            pytest.mark.slow,
-            pytest.mark.ray,
-            pytest.mark.skipif(util.find_spec("ray") is None, reason="Ray is not installed"),
-        ],
-    ),
-]
+class KubernetesEngine(Engine):
+    """Pods of the small server of the API, on their own or of an Indexed Job."""
+
+    def __init__(self, *, minor: str) -> None:
+        self.server = KubernetesServer(minor=minor)
+        settings = KubernetesSection(image="kintsugi:1")
+        self.backend = KubernetesBackend(
+            settings, job="run1", hosts=HOSTS, patience_s=LONGEST_S, load=self.server.access
+        )
+
+    def running(self) -> dict[str, object]:
+        return self.server.running()
+
+    def lose(self, host: str) -> None:
+        self.server.end_container(self.server.pod_of(host))
+
+    def advance(self) -> None:
+        time.sleep(0.01)
+
+    def close(self) -> None:
+        self.server.close()
 
 
-@pytest.fixture(params=ENGINES)
+MADE: dict[str, Callable[[Path], Engine]] = {
+    "local": LocalEngine,
+    "simulated": lambda folder: SimulatedEngine(),
+    "kubernetes pods": lambda folder: KubernetesEngine(minor="20"),
+    "kubernetes job": lambda folder: KubernetesEngine(minor="30+"),
+}
+ON_RAY = pytest.param(
+    "ray",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.ray,
+        pytest.mark.skipif(util.find_spec("ray") is None, reason="Ray is not installed"),
+    ],
+)
+
+
+@pytest.fixture(params=[*MADE, ON_RAY])
 def engine(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Engine]:
-    made: Engine
-    match request.param:
-        case "local":
-            made = LocalEngine(tmp_path)
-        case "simulated":
-            made = SimulatedEngine()
-        case _:
-            address, environment = request.getfixturevalue("ray_cluster")
-            for name, value in environment.items():
-                monkeypatch.setenv(name, value)
-            made = RayEngine(tmp_path, address=address)
+    if request.param == "ray":
+        address, environment = request.getfixturevalue("ray_cluster")
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        made: Engine = RayEngine(tmp_path, address=address)
+    else:
+        made = MADE[request.param](tmp_path)
     yield made
     made.backend.give_back(timeout_s=5.0)
-
-
-HOSTS = ("host-1", "host-2", "host-3")
+    made.close()
 
 
 def orders(*hosts: str) -> list[HostOrder]:
