@@ -35,6 +35,10 @@ Address = Annotated[
 
 def with_engine(overrides: list[str] | None, *, on: str | None, address: str | None = None) -> list[str]:
     """Return the overrides with those that `--on` and the options of engines stand for."""
+    from kintsugi.errors import UserError
+
+    if address is not None and on not in (None, "ray"):
+        raise UserError(f"--address: expected `--on ray` with it, got `--on {on}`")
     given = {"cluster.on": on, "cluster.ray.address": address}
     return [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
 
