@@ -36,8 +36,9 @@ mount -t tmpfs -o size=1g tmpfs /dev/shm
 mount -t tmpfs tmpfs /tmp/ray
 mkdir -p "$1/scratch"
 shift
-exec "$@"
+"$@" || while :; do sleep 1; done
 """
+"""A machine stays when its Ray node has ended by a fault, with everything else that runs there."""
 
 
 def missing() -> str | None:

@@ -133,10 +133,13 @@ def test_a_killed_raylet_is_a_lost_host_by_name_and_a_node_that_is_added_later_t
     host = joined.partition(" ")[0]
     since = time.monotonic()
     machines.kill_ray("host-2", "raylet/raylet")
+    assert machines.pids_on("host-2"), "no process of the run ends with its raylet"
     until(lambda: bool(told(run_dir, Alert, f"{host} ")), "the loss of a host", timeout_s=60.0)
     noticed_s = time.monotonic() - since
     (alert, *_) = told(run_dir, Alert, f"{host} ")
     assert "host-2-machine" in alert and "is dead" in alert, alert
+    # The machine is still there: its supervisor hears that it is not part of the run any more.
+    until(lambda: not machines.pids_on("host-2"), "the end of its processes", timeout_s=60.0)
     machines.power_off("host-2")
     machines.power_on("host-2")
     machines.wait_for_node("host-2")
