@@ -9,12 +9,9 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.cluster.backends.command import EngineCommand
-from kintsugi.cluster.backends.ray import facts_of_nodes, find_nodes
 from kintsugi.cluster.backends.ssh import RemoteHost, read_hosts_file, split_hosts, ssh_command
 from kintsugi.cluster.host_supervisor import default_scratch
 from kintsugi.cluster.joining import HostNeeds, facts_of_this_host, local_address, versions, why_refused
-from kintsugi.config.schema import RaySection
-from kintsugi.errors import ConfigError
 from kintsugi.protocol.hosts import HostFacts
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 
@@ -26,7 +23,9 @@ def host_lines(path: Path | None) -> tuple[list[str], bool]:
     """Return the table, and whether every host could take part in a run that is started here."""
     here, remote = (None, ()) if path is None else split_hosts(read_hosts_file(path))
     own = _own_facts()
-    lines = [_head(own)]
+    lines = [
+        f"{_HEAD}kintsugi {own.versions.kintsugi}, torch {own.versions.torch}, Python {own.versions.python}"
+    ]
     lines.append(_line(here.name if here is not None else "this machine", own, offset_s=0.0, problem=""))
     asked = [(host, *_ask(host), SYSTEM_CLOCK.monotonic()) for host in remote]
     all_fit = True
@@ -44,39 +43,6 @@ def host_lines(path: Path | None) -> tuple[list[str], bool]:
             lines.append(_line(host.name, facts, offset_s=offset_s, problem=problem or reached))
         all_fit = all_fit and facts is not None and not problem
     return lines, all_fit
-
-
-def ray_lines(address: str) -> tuple[list[str], bool]:
-    """Return the table of a Ray cluster, whose nodes are asked by a task on each."""
-    section = RaySection(address=address)
-    nodes = find_nodes(section)
-    own = _own_facts()
-    lines = [_head(own), _line("this machine", own, offset_s=0.0, problem="")]
-    try:
-        reached = local_address(nodes[0].address) if nodes else "127.0.0.1"
-    except OSError as error:
-        raise ConfigError(f"{nodes[0].address}: no route to this node: {error.strerror or error}") from error
-    all_fit = bool(nodes)
-    for answer in facts_of_nodes(section, reached=reached):
-        node = answer.node
-        try:
-            facts = msgspec.json.decode(answer.answer, type=HostFacts)
-        except msgspec.DecodeError:
-            lines.append(f"{node.name:12} {node.address:16} no answer: {answer.answer}")
-            all_fit = False
-            continue
-        problem = why_refused(facts, HostNeeds(versions()), now=SYSTEM_CLOCK.wall())
-        all_fit = all_fit and not problem
-        offered = f"reaches {reached} from {facts.address}; Ray: {node.cpus:g} CPUs, {node.gpus:g} GPUs"
-        offset_s = facts.wall - SYSTEM_CLOCK.wall()
-        lines.append(_line(node.name, facts, offset_s=offset_s, problem=problem or offered))
-    return lines, all_fit
-
-
-def _head(own: HostFacts) -> str:
-    return (
-        f"{_HEAD}kintsugi {own.versions.kintsugi}, torch {own.versions.torch}, Python {own.versions.python}"
-    )
 
 
 def _own_facts() -> HostFacts:
@@ -106,3 +72,33 @@ def _line(name: str, facts: HostFacts, *, offset_s: float, problem: str) -> str:
         f"{name:12} {facts.address:16} {facts.cores:5} {facts.memory_bytes / 2**30:5.1f} GiB "
         f"{facts.free_bytes / 2**30:6.1f} GiB {len(facts.gpus):4}  {offset_s:+7.1f}s  {problem}"
     ).rstrip()
+
+
+def ray_lines(address: str) -> tuple[list[str], bool]:
+    """Return the table of a Ray cluster, whose nodes are asked by a task on each."""
+    from kintsugi.cluster.backends.ray import facts_of_nodes, find_nodes
+    from kintsugi.config.schema import RaySection
+    from kintsugi.errors import ConfigError
+
+    section = RaySection(address=address)
+    nodes = find_nodes(section)
+    lines, _ = host_lines(None)
+    try:
+        reached = local_address(nodes[0].address) if nodes else "127.0.0.1"
+    except OSError as error:
+        raise ConfigError(f"{nodes[0].address}: no route to this node: {error.strerror or error}") from error
+    all_fit = bool(nodes)
+    for answer in facts_of_nodes(section, reached=reached):
+        node = answer.node
+        try:
+            facts = msgspec.json.decode(answer.answer, type=HostFacts)
+        except msgspec.DecodeError:
+            lines.append(f"{node.name:12} {node.address:16} no answer: {answer.answer}")
+            all_fit = False
+            continue
+        problem = why_refused(facts, HostNeeds(versions()), now=SYSTEM_CLOCK.wall())
+        all_fit = all_fit and not problem
+        offered = f"reaches {reached} from {facts.address}; Ray: {node.cpus:g} CPUs, {node.gpus:g} GPUs"
+        offset_s = facts.wall - SYSTEM_CLOCK.wall()
+        lines.append(_line(node.name, facts, offset_s=offset_s, problem=problem or offered))
+    return lines, all_fit

@@ -48,13 +48,20 @@ def with_engine(
     image: str | None = None,
 ) -> list[str]:
     """Return the overrides with those that `--on` and the options of engines stand for."""
-    given = {
-        "cluster.on": on,
-        "cluster.ray.address": address,
-        "cluster.kubernetes.namespace": namespace,
-        "cluster.kubernetes.image": image,
-    }
-    return [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
+    from kintsugi.errors import UserError
+
+    options = (
+        ("--address", "ray", "cluster.ray.address", address),
+        ("--namespace", "k8s", "cluster.kubernetes.namespace", namespace),
+        ("--image", "k8s", "cluster.kubernetes.image", image),
+    )
+    given = {} if on is None else {"cluster.on": on}
+    for option, engine, name, value in options:
+        if value is not None:
+            if on not in (None, engine):
+                raise UserError(f"{option}: expected `--on {engine}` with it, got `--on {on}`")
+            given[name] = value
+    return [*(overrides or ()), *(f"{name}={value}" for name, value in given.items())]
 
 
 def placed(resolved: Resolved) -> Resolved:

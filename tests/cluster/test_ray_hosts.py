@@ -24,14 +24,13 @@ from tests.docs.pages import ROOT, blocks_of
 LOG = logging.getLogger(__name__)
 """Measured times: `--log-cli-level=INFO` shows them."""
 RECIPE = Path(__file__).with_name("recipe.yaml")
-LONGEST_S = 400.0
-STEPS = 24
-"""Enough for a node to be lost and another one to come while the run goes on."""
+LONGEST_S = 600.0
+STEPS = 16
 REWARDS = """
 import time
 
 def odd_digits(completions, **columns):
-    time.sleep(0.1)
+    time.sleep(PAUSE_S)
     return [sum(character in "13579" for character in text) / (len(text) or 1) for text in completions]
 """
 
@@ -48,7 +47,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
     made = RayHosts(tmp_path_factory.mktemp("ray"), count=3)
-    (made.runs / "rewards.py").write_text(REWARDS)
+    (made.runs / "rewards.py").write_text(REWARDS.replace("PAUSE_S", "0.1"))
+    (made.runs / "slow_rewards.py").write_text(REWARDS.replace("PAUSE_S", "2.0"))
     recipe = RECIPE.read_text().replace("gated_rewards.odd_digits", "rewards.py:odd_digits")
     (made.runs / "recipe.yaml").write_text(recipe.replace("  steps: 4\n", f"  steps: {STEPS}\n"))
     yield made
@@ -60,6 +60,10 @@ def weights_of_one_machine(machines: RayHosts) -> str:
     code, output = machines.ask("train", "recipe.yaml", f"run_dir={machines.runs}/alone", timeout_s=LONGEST_S)
     assert code == 0, output
     return weights_of(machines.runs / "alone")
+
+
+SLOWLY = "algorithm.reward=[slow_rewards.py:odd_digits]"
+"""The same rewards, so the same weights; there is time for a node to be lost and another one to come."""
 
 
 def weights_of(run_dir: Path) -> str:
@@ -123,16 +127,19 @@ def test_three_nodes_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any_n
 def test_a_killed_raylet_is_a_lost_host_by_name_and_a_node_that_is_added_later_takes_its_place(
     machines: RayHosts, weights_of_one_machine: str
 ) -> None:
-    command, run_dir = start(machines, "raylet")
+    command, run_dir = start(machines, "raylet", SLOWLY)
     wait_for_step(run_dir, 4, command)
     (joined,) = told(run_dir, Note, "host-2-machine")
     host = joined.partition(" ")[0]
     since = time.monotonic()
     machines.kill_ray("host-2", "raylet/raylet")
+    assert machines.pids_on("host-2"), "no process of the run ends with its raylet"
     until(lambda: bool(told(run_dir, Alert, f"{host} ")), "the loss of a host", timeout_s=60.0)
     noticed_s = time.monotonic() - since
     (alert, *_) = told(run_dir, Alert, f"{host} ")
     assert "host-2-machine" in alert and "is dead" in alert, alert
+    # The machine is still there: its supervisor hears that it is not part of the run any more.
+    until(lambda: not machines.pids_on("host-2"), "the end of its processes", timeout_s=60.0)
     machines.power_off("host-2")
     machines.power_on("host-2")
     machines.wait_for_node("host-2")
@@ -164,7 +171,7 @@ def test_a_host_that_is_powered_off_for_good_changes_no_bit(
 def test_a_spare_node_takes_the_place_of_a_lost_one_by_itself(
     machines: RayHosts, weights_of_one_machine: str
 ) -> None:
-    command, run_dir = start(machines, "spare", "cluster.ray.nodes=2")
+    command, run_dir = start(machines, "spare", SLOWLY, "cluster.ray.nodes=2")
     wait_for_step(run_dir, 4, command)
     used = {place.name for place in machines.places if machines.scratch_of(place.name)}
     assert len(used) == 2
