@@ -27,7 +27,7 @@ SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux 
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-extras lint docs wheel bench trl-losses clean
+.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-kubernetes test-extras lint docs wheel bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
@@ -80,15 +80,21 @@ system-packages:
 
 test: system-packages lint
 	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "not gpu"
-	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu and not hosts"
+	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu and not hosts and not kubernetes"
 
 test-fast: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
-	$(BIN)/python -m pytest $(ALONE) -m "not slow and not gpu and not hosts"
+	$(BIN)/python -m pytest $(ALONE) -m "not slow and not gpu and not hosts and not kubernetes"
 
 # Runs over ssh on hosts in namespaces of this machine (root): losses of hosts, links and launchers, refusals.
 test-hosts: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_ssh_hosts.py
+
+# Runs in pods of a real Kubernetes 1.20, which is built once (root, Debian 12): losses of pods and nodes, refusals.
+KUBERNETES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kintsugi/kubernetes-1.20.2
+test-kubernetes: system-packages $(SETUP_TEST)
+	tests/cluster/programs/build_kubernetes.sh $(KUBERNETES)
+	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_kubernetes_cluster.py
 
 # Libraries that are too many for the environment of the tests; without them tests/extras is skipped by name.
 test-extras: $(SETUP_EXTRAS)
@@ -97,7 +103,7 @@ test-extras: $(SETUP_EXTRAS)
 $(SETUP_EXTRAS): pyproject.toml constraints.txt benchmarks/constraints-extras.txt
 	$(PYTHON) -m venv .venv-extras
 	.venv-extras/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt torch==2.13.0 setuptools
-	.venv-extras/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -c benchmarks/constraints-extras.txt --no-build-isolation -e '.[notebook,wandb,mlflow,trackio,test]' nbconvert ipykernel
+	.venv-extras/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -c benchmarks/constraints-extras.txt --no-build-isolation -e '.[notebook,wandb,mlflow,trackio,test]' nbconvert ipykernel kubernetes-validate
 	@touch $@
 
 lint: $(SETUP_TEST)
