@@ -28,7 +28,7 @@ SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux 
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-ray test-extras lint docs wheel bench trl-losses clean
+.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-ray test-kubernetes test-extras lint docs wheel bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
@@ -82,11 +82,11 @@ system-packages:
 
 test: system-packages lint
 	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "not gpu"
-	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu and not hosts"
+	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu and not hosts and not kubernetes"
 
 test-fast: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
-	$(BIN)/python -m pytest $(ALONE) -m "not slow and not gpu and not hosts"
+	$(BIN)/python -m pytest $(ALONE) -m "not slow and not gpu and not hosts and not kubernetes"
 
 # Runs over ssh on hosts in namespaces of this machine (root): losses of hosts, links and launchers, refusals.
 test-hosts: system-packages $(SETUP_TEST)
@@ -102,6 +102,12 @@ $(SETUP_RAY): pyproject.toml constraints.txt benchmarks/constraints-ray.txt
 	.venv-ray-hosts/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -c benchmarks/constraints-ray.txt --no-build-isolation -e '.[ray]' pytest pytest-xdist hypothesis
 	@touch $@
 
+# Runs in pods of a real Kubernetes 1.20, which is built once (root, Debian 12): losses of pods and nodes, refusals.
+KUBERNETES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kintsugi/kubernetes-1.20.2
+test-kubernetes: system-packages $(SETUP_TEST)
+	tests/cluster/programs/build_kubernetes.sh $(KUBERNETES)
+	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_kubernetes_cluster.py
+
 # Libraries that are too many for the environment of the tests; without them tests/extras is skipped by name.
 test-extras: $(SETUP_EXTRAS)
 	.venv-extras/bin/python -m pytest $(SLOWEST) tests/extras
@@ -111,7 +117,7 @@ $(SETUP_EXTRAS): pyproject.toml constraints.txt benchmarks/constraints-extras.tx
 	$(PYTHON) -m venv .venv-extras
 	awk -F== 'NR == FNR {own[$$1]; next} !($$1 in own)' benchmarks/constraints-extras.txt constraints.txt > .venv-extras/constraints.txt
 	.venv-extras/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt torch==2.13.0 setuptools
-	.venv-extras/bin/python -m pip --disable-pip-version-check --quiet install -c .venv-extras/constraints.txt -c benchmarks/constraints-extras.txt --no-build-isolation -e '.[notebook,wandb,mlflow,trackio,test]' nbconvert ipykernel jupyterlab
+	.venv-extras/bin/python -m pip --disable-pip-version-check --quiet install -c .venv-extras/constraints.txt -c benchmarks/constraints-extras.txt --no-build-isolation -e '.[notebook,wandb,mlflow,trackio,test]' nbconvert ipykernel jupyterlab kubernetes-validate
 	@touch $@
 
 lint: $(SETUP_TEST)

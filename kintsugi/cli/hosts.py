@@ -15,7 +15,7 @@ from kintsugi.cli.output import say
 
 if TYPE_CHECKING:
     from kintsugi.config.recipe import Resolved
-    from kintsugi.config.schema import ClusterSection
+    from kintsugi.config.schema import ClusterSection, Config
 
 app = typer.Typer()
 
@@ -127,6 +127,33 @@ def _placed_in_pods(cluster: ClusterSection) -> ClusterSection:
         spare_hosts=settings.spare_pods,
         address=address,
     )
+
+
+def moved(config: Config) -> tuple[Config, list[str]]:
+    """Return the configuration of a run that is resumed here, and what had to change: pods have other addresses than
+    their predecessors."""
+    from urllib.parse import urlsplit
+
+    from kintsugi.cluster.backends.kubernetes.access import load_access
+
+    cluster = config.cluster
+    if cluster.on != "k8s" or _is_own(cluster.address):
+        return config, []
+    address = _address_for([urlsplit(load_access().server).hostname or ""])
+    changed = msgspec.structs.replace(cluster, address=address)
+    change = f"cluster.address: {address} (was {cluster.address})"
+    return msgspec.structs.replace(config, cluster=changed), [change]
+
+
+def _is_own(address: str) -> bool:
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _address_for(machines: list[str]) -> str:

@@ -275,6 +275,8 @@ def resume(
     folder = reader.find_run(run)
     try:
         config, changes = change_config(folder, overrides or ())
+        config, moves = hosts.moved(config)
+        changes = [*changes, *moves]
         status = check_resumable(folder, config, take_over=take_over, accept_changes=accept)
     except Finished as error:
         _print_error(str(error))

@@ -1,11 +1,13 @@
 """Listening sockets that a library opened in this process, and how to close them for strangers.
 
 gloo keeps the socket on which ranks connected open as long as the group. A packet filter on the socket lets the kernel
-drop further attempts; connections that exist are not affected. It needs no rights.
+drop further attempts; connections that exist are not affected. Some kernels refuse such a filter to processes without
+rights, as those of a container are: there, only processes of the same host can connect further.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -14,6 +16,7 @@ from contextlib import closing
 from typing import NamedTuple
 
 _SO_ATTACH_FILTER = 26
+_SO_BINDTODEVICE = 25
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 """The program of a classic packet filter with one instruction: accept 0 bytes (BPF_RET | BPF_K)."""
 
@@ -49,9 +52,14 @@ def _listener(descriptor: int) -> Listener | None:
 
 
 def refuse_connections(listener: Listener) -> None:
-    """Let the kernel drop all further connection attempts of a listening socket."""
+    """Let the kernel drop further connection attempts of a listening socket: all of them, or all from other hosts."""
     program = ctypes.create_string_buffer(_DROP)
     with closing(socket.socket(fileno=os.dup(listener.descriptor))) as handle:
-        handle.setsockopt(
-            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
-        )
+        try:
+            handle.setsockopt(
+                socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
+            )
+        except PermissionError:
+            # The ranks prove their membership over every connection; this only keeps others from asking.
+            with contextlib.suppress(OSError):
+                handle.setsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, b"lo")

@@ -1,0 +1,286 @@
+"""Runs in pods of a real Kubernetes cluster, which do not see the run folder, end in the bits of one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kintsugi.run_folder.reader import read_summary
+from kintsugi.telemetry.events import Alert, read_events
+from tests.cluster import kubernetes_cluster
+from tests.cluster.kubernetes_cluster import GRACE_S, NAMESPACE, ROOT, KubernetesCluster
+from tests.cluster.kubernetes_images import EMPTY, HOST
+from tests.cluster.kubernetes_server import KubernetesServer
+from tests.cluster.programs.kubernetes_script import answers
+from tests.cluster.tiny_runs import until
+
+RECIPE = Path(__file__).with_name("recipe.yaml")
+LONGEST_S = 400.0
+REPLACED_S = 15.0
+"""From a loss to the supervisor of the new pod, with a grace of `GRACE_S` for a node that is silent."""
+REWARDS = """
+import time
+
+def odd_digits(completions, **columns):
+    time.sleep(0.1)
+    return [sum(character in "13579" for character in text) / (len(text) or 1) for text in completions]
+"""
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.kubernetes,
+    pytest.mark.skipif(
+        kubernetes_cluster.missing() is not None,
+        reason=f"a Kubernetes cluster can not be had: {kubernetes_cluster.missing()}",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesCluster]:
+    made = KubernetesCluster(tmp_path_factory.mktemp("k8s"), count=3)
+    (made.runs / "rewards.py").write_text(REWARDS)
+    recipe = RECIPE.read_text().replace("gated_rewards.odd_digits", "rewards.py:odd_digits")
+    (made.runs / "recipe.yaml").write_text(recipe)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def weights_of_one_machine(cluster: KubernetesCluster) -> str:
+    code, output = cluster.ask("train", "recipe.yaml", f"run_dir={cluster.runs}/alone", timeout_s=LONGEST_S)
+    assert code == 0, output
+    return weights_of(cluster.runs / "alone")
+
+
+def weights_of(run_dir: Path) -> str:
+    summary = read_summary(run_dir)
+    assert summary is not None
+    assert summary.weights_sha256
+    return summary.weights_sha256
+
+
+def start(cluster: KubernetesCluster, name: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
+    run_dir = cluster.runs / name
+    command = cluster.start("train", "recipe.yaml", f"run_dir={run_dir}", *cluster.on_pods(), *overrides)
+    return command, run_dir
+
+
+def finish(command: subprocess.Popen[str]) -> None:
+    output, errors = command.communicate(timeout=LONGEST_S)
+    assert command.returncode == 0, output + errors
+
+
+def wait_for_step(run_dir: Path, step: int, command: subprocess.Popen[str]) -> None:
+    """Wait until so many lines of metrics are committed."""
+    metrics = run_dir / "metrics.jsonl"
+
+    def is_there() -> bool:
+        assert command.poll() is None, command.communicate()
+        return metrics.exists() and len(metrics.read_text().splitlines()) >= step
+
+    until(is_there, f"step {step}", timeout_s=LONGEST_S)
+
+
+def supervisors(cluster: KubernetesCluster) -> dict[str, int]:
+    """Index of a host → pid of its supervisor, on this machine's table of processes."""
+    found = {}
+    for index, pod in cluster.pods().items():
+        for pid, command in cluster.pids_of_pod(pod).items():
+            if " agent --join " in command:
+                found[index] = pid
+    return found
+
+
+def wait_for_replacement(
+    cluster: KubernetesCluster, run_dir: Path, index: str, before: dict[str, int]
+) -> float:
+    """Wait until another supervisor of a host has joined the run; return the seconds. The others are the same."""
+    since = time.monotonic()
+
+    def has_joined() -> bool:
+        events = [each.event for each in read_events(run_dir, process="host_manager-0")]
+        joined = [each for each in events if f"host-{int(index) + 1} joined" in str(each)]
+        return len(joined) == 2
+
+    until(has_joined, f"another supervisor of {index}", timeout_s=120.0)
+    took_s = time.monotonic() - since
+    after = supervisors(cluster)
+    assert after[index] != before[index]
+    assert {key: pid for key, pid in after.items() if key != index} == {
+        key: pid for key, pid in before.items() if key != index
+    }, "exactly one pod is replaced"
+    sys.stderr.write(f"\n{run_dir.name}: another supervisor has joined after {took_s:.1f} s\n")
+    return took_s
+
+
+def test_three_pods_end_in_the_bits_of_one_machine_and_nothing_is_left(
+    cluster: KubernetesCluster, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(cluster, "undisturbed")
+    wait_for_step(run_dir, 2, command)
+    pods = cluster.pods()
+    assert len({pod["spec"]["nodeName"] for pod in pods.values()}) == 3, "one pod per node"
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    assert (run_dir / "checkpoints" / "step-000007" / "trainer.safetensors").exists()
+    cluster.assert_nothing_left()
+
+
+@pytest.mark.parametrize("what", ["killed process", "deleted pod"])
+def test_one_pod_is_replaced_and_the_others_keep_their_processes(
+    cluster: KubernetesCluster, weights_of_one_machine: str, what: str
+) -> None:
+    command, run_dir = start(cluster, what.replace(" ", "-"))
+    wait_for_step(run_dir, 2, command)
+    before = supervisors(cluster)
+    assert before.keys() == {"0", "1", "2"}
+    if what == "killed process":
+        os.kill(before["1"], signal.SIGKILL)
+    else:
+        name = cluster.pods()["1"]["metadata"]["name"]
+        cluster.api("DELETE", f"/api/v1/namespaces/{NAMESPACE}/pods/{name}")
+    assert wait_for_replacement(cluster, run_dir, "1", before) < REPLACED_S
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    reasons = {event["reason"] for event in cluster.items("events")}
+    assert {"HostStarted", "HostLost"} <= reasons
+    cluster.assert_nothing_left()
+
+
+def test_a_node_that_is_powered_off_costs_one_pod(
+    cluster: KubernetesCluster, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(cluster, "off")
+    wait_for_step(run_dir, 2, command)
+    before = supervisors(cluster)
+    node = cluster.pods()["2"]["spec"]["nodeName"]
+    cluster.power_off(node)
+    try:
+        took_s = wait_for_replacement(cluster, run_dir, "2", before)
+        finish(command)
+    finally:
+        cluster.power_on(node)
+    assert took_s < GRACE_S + REPLACED_S
+    assert weights_of(run_dir) == weights_of_one_machine
+    told = [record.event for record in read_events(run_dir, process="host_manager-0")]
+    assert any(
+        isinstance(event, Alert) and "is not ready, and it is silent" in event.message for event in told
+    )
+    until(lambda: len(cluster.ready_nodes()) == 3, "the node", timeout_s=120.0)
+    cluster.assert_nothing_left()
+
+
+WRONG: dict[str, tuple[str, str, tuple[str, ...], str]] = {
+    "wrong key": ("wrong", HOST, (), "refuses these credentials"),
+    "no permission": (
+        "nothing",
+        HOST,
+        (),
+        "a Role needs verbs [create, patch, delete] on secrets in API group ''",
+    ),
+    "no such image": ("launcher", "docker.io/local/nothing:1", (), "ErrImageNeverPull"),
+    "image without Python": ("launcher", EMPTY, (), "host-"),
+    "no such namespace": ("admin", HOST, ("--namespace", "elsewhere"), 'namespaces "elsewhere" not found'),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_can_not_work_is_named_within_seconds_and_nothing_is_left(
+    cluster: KubernetesCluster, what: str
+) -> None:
+    user, image, more, said = WRONG[what]
+    run_dir = cluster.runs / what.replace(" ", "-")
+    since = time.monotonic()
+    on = cluster.on_pods(image=image)
+    if what == "image without Python":
+        template = cluster.runs / "empty.yaml"
+        template.write_text('{"spec": {"containers": [{"name": "agent", "imagePullPolicy": "Never"}]}}')
+        on[-1] = f"cluster.kubernetes.template={template}"
+    code, output = cluster.ask("train", "recipe.yaml", f"run_dir={run_dir}", *on, *more, user=user)
+    assert code != 0
+    assert said in output and "joining the run" in output, output
+    sys.stderr.write(f"\n{what}: {time.monotonic() - since:.1f} s: {output.strip().splitlines()[-1]}\n")
+    assert time.monotonic() - since < 60.0
+    cluster.assert_nothing_left()
+
+
+def test_a_quota_that_is_exceeded_is_named(cluster: KubernetesCluster) -> None:
+    quotas = f"/api/v1/namespaces/{NAMESPACE}/resourcequotas"
+    cluster.api("POST", quotas, {"metadata": {"name": "few"}, "spec": {"hard": {"pods": "2"}}})
+    until(
+        lambda: cluster.api("GET", f"{quotas}/few").get("status", {}).get("hard"), "the quota", timeout_s=30.0
+    )
+    try:
+        run_dir = cluster.runs / "quota"
+        code, output = cluster.ask("train", "recipe.yaml", f"run_dir={run_dir}", *cluster.on_pods())
+        assert code != 0
+        assert "exceeded quota: few" in output, output
+    finally:
+        cluster.api("DELETE", f"{quotas}/few")
+    cluster.assert_nothing_left()
+
+
+def test_an_image_without_torch_is_named(cluster: KubernetesCluster) -> None:
+    path = cluster.template("without-torch.yaml")
+    site = cluster.runs.parent / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(
+        "from importlib import metadata\n"
+        "found = metadata.version\n"
+        "def version(name):\n"
+        "    if name == 'torch':\n"
+        "        raise metadata.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        "metadata.version = version\n"
+    )
+    text = path.read_text().replace(f"value: {ROOT}\n", f"value: {site}:{ROOT}\n")
+    text = text.replace("  volumes:\n", f"  volumes:\n  - name: site\n    hostPath: {{path: {site}}}\n")
+    path.write_text(
+        text.replace("    volumeMounts:\n", f"    volumeMounts:\n    - name: site\n      mountPath: {site}\n")
+    )
+    on = cluster.on_pods()
+    on[-1] = f"cluster.kubernetes.template={path}"
+    code, output = cluster.ask("train", "recipe.yaml", f"run_dir={cluster.runs}/torch", *on)
+    assert code != 0
+    assert "expected torch" in output and "found none" in output, output
+    cluster.assert_nothing_left()
+
+
+def test_the_small_server_answers_as_the_real_one(cluster: KubernetesCluster) -> None:
+    """The same requests on both; what is compared are statuses, reasons, kinds and changes."""
+    small = KubernetesServer(minor="20")
+    small.rights |= {"nothing": set()}
+    try:
+        ours = answers(small.access)
+    finally:
+        small.close()
+    program = ROOT / "tests" / "cluster" / "programs" / "kubernetes_script.py"
+    result = subprocess.run(
+        [
+            *cluster._in(cluster.head.name, "net"),
+            *(
+                sys.executable,
+                str(program),
+                *(str(cluster.kubeconfig(user)) for user in ("admin", "nothing", "wrong")),
+            ),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    theirs: list[Any] = json.loads(result.stdout)
+    assert ours == theirs
