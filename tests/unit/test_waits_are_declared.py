@@ -19,7 +19,43 @@ RUNTIME = "runtime/waits.py"
 
 NON_BLOCKING_PIPE = "the pipe is opened with O_NONBLOCK"
 IN_THE_JAIL = "a program of its own, without the package; its caller waits for it through runtime.wait"
+IN_THE_LOOP_OF_THE_API = (
+    "asyncio in the thread that talks to the API server; the process's own loop only takes its events"
+)
+IN_A_DRIVER_OF_RAY = (
+    "a program of its own under Ray's interpreter, which has a timeout; its caller reads a pipe"
+)
 ALLOWED = {
+    ("cluster/backends/kubernetes/backend.py", "task.result()"): "of a task that is done",
+    ("cluster/backends/kubernetes/backend.py", "asyncio.wait(tasks)"): IN_THE_LOOP_OF_THE_API,
+    (
+        "cluster/backends/kubernetes/backend.py",
+        "asyncio.wait_for(self._wake.wait(), CHECK_S)",
+    ): IN_THE_LOOP_OF_THE_API,
+    ("cluster/backends/kubernetes/backend.py", "self._wake.wait()"): IN_THE_LOOP_OF_THE_API,
+    ("cluster/backends/kubernetes/backend.py", "asyncio.sleep(WATCH_PAUSE_S)"): IN_THE_LOOP_OF_THE_API,
+    ("cluster/backends/kubernetes/backend.py", "asyncio.sleep(CHECK_S)"): IN_THE_LOOP_OF_THE_API,
+    ("cluster/backends/kubernetes/backend.py", "asyncio.sleep(LOOK_S)"): IN_THE_LOOP_OF_THE_API,
+    ("cluster/backends/kubernetes/client.py", "asyncio.sleep(pause_s)"): IN_THE_LOOP_OF_THE_API,
+    (
+        "cluster/backends/kubernetes/client.py",
+        "self._session.get(self.access.server + path, params=query, headers=self._headers('GET', renew=False), "
+        "ssl=self.access.tls or True, server_hostname=self.access.server_name, timeout=timeout)",
+    ): IN_THE_LOOP_OF_THE_API,
+    ("cluster/backends/ray.py", "os.read(self._events, 65536)"): NON_BLOCKING_PIPE,
+    (
+        "cluster/backends/ray_actor.py",
+        "os.read(reader, 64)",
+    ): "in an actor of Ray, of a child that forks and ends, in the same moment",
+    (
+        "cluster/backends/ray_driver.py",
+        "self._ray.wait([actor.end.remote(grace_s) for actor in actors] or [self._ray.put(0)], "
+        "num_returns=max(1, len(actors)), timeout=timeout_s * 0.6)",
+    ): IN_A_DRIVER_OF_RAY,
+    (
+        "cluster/backends/ray_driver.py",
+        "ray.wait(list(asked), num_returns=len(asked), timeout=ALL_FACTS_S)",
+    ): IN_A_DRIVER_OF_RAY,
     ("cluster/child.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
     ("cluster/launcher.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
     ("cluster/launcher.py", "os.read(self._stop_requests, 256)"): NON_BLOCKING_PIPE,

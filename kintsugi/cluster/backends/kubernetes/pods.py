@@ -32,7 +32,7 @@ class PodPhase(StrEnum):
 
 
 class PodView(msgspec.Struct, frozen=True):
-    """What counts of one pod."""
+    """State of one pod, as far as decisions depend on it."""
 
     name: str
     uid: str
