@@ -39,8 +39,10 @@ ALLOWED = {
     ("cluster/backends/kubernetes/client.py", "asyncio.sleep(pause_s)"): IN_THE_LOOP_OF_THE_API,
     (
         "cluster/backends/kubernetes/client.py",
-        "self._session.get(self.access.server + path, params=query, headers=self._headers('GET', renew=False), "
-        "ssl=self.access.tls or True, server_hostname=self.access.server_name, timeout=timeout)",
+        (
+            "self._session.get(self.access.server + path, params=query, headers=self._headers('GET', renew=False), "
+            "ssl=self.access.tls or True, server_hostname=self.access.server_name, timeout=timeout)"
+        ),
     ): IN_THE_LOOP_OF_THE_API,
     ("cluster/backends/ray.py", "os.read(self._events, 65536)"): NON_BLOCKING_PIPE,
     (
@@ -49,8 +51,10 @@ ALLOWED = {
     ): "in an actor of Ray, of a child that forks and ends, in the same moment",
     (
         "cluster/backends/ray_driver.py",
-        "self._ray.wait([actor.end.remote(grace_s) for actor in actors] or [self._ray.put(0)], "
-        "num_returns=max(1, len(actors)), timeout=timeout_s * 0.6)",
+        (
+            "self._ray.wait([actor.end.remote(grace_s) for actor in actors] or [self._ray.put(0)], "
+            "num_returns=max(1, len(actors)), timeout=timeout_s * 0.6)"
+        ),
     ): IN_A_DRIVER_OF_RAY,
     (
         "cluster/backends/ray_driver.py",
