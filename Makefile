@@ -23,17 +23,19 @@ ALONE := tests/cluster tests/browser tests/extras $(TINY:%=--ignore %)
 # what is missing is said, and its tests are skipped.
 SYSTEM_TOOLS := ip tc nft iptables strace mkfs.ext4 mount unshare nsenter chromium /usr/sbin/sshd
 SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux chromium fonts-dejavu-core openssh-server openssh-client
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 # Every process that starts would compile all it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-extras lint docs wheel bench trl-losses clean
+.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-slurm test-extras lint docs wheel bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
 	@echo "make test       set up, then linters, type checker and the whole test suite, 15 minutes"
 	@echo "make test-fast  the tests without the slow ones, 3 minutes"
 	@echo "make test-extras  trackers and notebooks with their real libraries, in an environment of their own, 3 minutes"
+	@echo "make test-slurm  runs on a Slurm cluster that the test starts (root, Debian), 15 minutes"
 	@echo "make docs       the documentation site, into site/"
 	@echo "make wheel      the wheel, into dist/"
 	@echo "make bench      benchmarks, ours and the peers' in one run"
@@ -79,8 +81,8 @@ system-packages:
 	fi
 
 test: system-packages lint
-	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "not gpu"
-	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu and not hosts"
+	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "not gpu and not slurm"
+	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu and not hosts and not slurm"
 
 test-fast: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
@@ -89,6 +91,14 @@ test-fast: system-packages $(SETUP_TEST)
 # Runs over ssh on hosts in namespaces of this machine (root): losses of hosts, links and launchers, refusals.
 test-hosts: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_ssh_hosts.py
+
+# Runs on a Slurm cluster of several slurmd in namespaces of this machine (root, Debian): losses, time limits, refusals.
+test-slurm: system-packages $(SETUP_TEST)
+	@if ! PATH=$$PATH:/usr/sbin command -v slurmctld >/dev/null; then \
+		install="$(APT) install --yes --no-install-recommends $(SLURM_PACKAGES)"; \
+		sh -c "$$install" >/dev/null 2>&1 || { $(APT) update && sh -c "$$install" >/dev/null; }; \
+	fi
+	$(BIN)/python -m pytest $(SLOWEST) -m slurm tests/cluster/test_slurm.py tests/unit/cluster/test_backends.py
 
 # Libraries that are too many for the environment of the tests; without them tests/extras is skipped by name.
 test-extras: $(SETUP_EXTRAS)

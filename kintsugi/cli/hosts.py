@@ -21,14 +21,27 @@ app = typer.Typer()
 On = Annotated[
     str | None,
     typer.Option(
-        metavar="HOSTS", help="Hosts file: the machines of the run, over ssh. Default: this machine."
+        metavar="HOSTS",
+        help="Hosts file: the machines of the run, over ssh. slurm: the nodes of a job. Default: this machine.",
     ),
 ]
 
 
-def with_engine(overrides: list[str] | None, *, on: str | None) -> list[str]:
-    """Return the overrides with the one that `--on` stands for."""
-    return [*(overrides or ()), *([] if on is None else [f"cluster.on={on}"])]
+Partition = Annotated[
+    str | None, typer.Option(help="Partition of the job, with `--on slurm`. Default: that of the site.")
+]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Number of nodes of the job, with `--on slurm`.")]
+
+
+def with_engine(
+    overrides: list[str] | None, *, on: str | None, partition: str | None = None, nodes: int | None = None
+) -> list[str]:
+    """Return the overrides with those that `--on` and its options stand for."""
+    given = {"cluster.on": on, "cluster.slurm.partition": partition, "cluster.slurm.nodes": nodes}
+    return [
+        *(overrides or ()),
+        *(f"{field}={value}" for field, value in given.items() if value is not None),
+    ]
 
 
 def placed(resolved: Resolved) -> Resolved:
@@ -43,7 +56,12 @@ def placed(resolved: Resolved) -> Resolved:
 
 
 def placed_cluster(cluster: ClusterSection) -> ClusterSection:
-    """Return the section with what follows from its hosts file. ConfigError names what is wrong with it."""
+    """Return the section with what follows from its hosts file or allocation. ConfigError names what is wrong with
+    it."""
+    if cluster.on == "slurm":
+        from kintsugi.cli import slurm
+
+        return slurm.placed_cluster(cluster)
     from kintsugi.cluster.backends.ssh import read_hosts_file, split_hosts
     from kintsugi.errors import ConfigError
 
@@ -106,13 +124,13 @@ def agent(
 @app.command()
 def hosts(
     on: Annotated[
-        str | None, typer.Option(metavar="HOSTS", help="Hosts file. Default: this machine.")
+        str | None, typer.Option(metavar="HOSTS", help="Hosts file, or slurm. Default: this machine.")
     ] = None,
 ) -> None:
     """Show cores, memory, GPUs, versions and clock of each host, and what would keep it out of a run."""
     from kintsugi.cli.host_table import host_lines
 
-    lines, all_fit = host_lines(Path(on) if on is not None else None)
+    lines, all_fit = host_lines(on)
     for line in lines:
         say(line)
     if not all_fit:

@@ -254,7 +254,11 @@ class _HostSupervisor:
             if self._link.tick():
                 launcher.close_agents()
 
-        return launcher.run(tick)
+        code = launcher.run(tick)
+        if launcher.was_asked_to_stop:
+            # Its engine takes the machine away: to the run this host is lost, unless the run is over.
+            self._link.failure = self._link.failure or "its supervisor was asked to end by a signal"
+        return code
 
     def _fetch_files(self) -> None:
         for file in self._handover.files:

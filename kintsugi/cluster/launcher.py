@@ -458,6 +458,11 @@ class Launcher:
         """Whether all agents have started."""
         return bool(self._agents) and all(agent.ready for agent in self._agents)
 
+    @property
+    def was_asked_to_stop(self) -> bool:
+        """Whether a signal or a stop request has come."""
+        return self._num_stops > 0
+
     def _start_agent(self, agent: AgentHandle) -> None:
         deadline = self._clock.monotonic() + self._start_timeout_s
         stop_requested = self._num_stops > 0

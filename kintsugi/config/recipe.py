@@ -21,6 +21,7 @@ import yaml
 import kintsugi
 from kintsugi.config.custom_algorithm import is_custom_name, load_custom_algorithm
 from kintsugi.config.schema import (
+    ENGINES,
     AlgorithmSection,
     Config,
     CriticSection,
@@ -223,7 +224,7 @@ def anchored(config: Config) -> Config:
     config = replace(config, data=_anchored_data(config.data))
     if config.run_dir is not None:
         config = replace(config, run_dir=str(Path(config.run_dir).resolve()))
-    if config.cluster.on:
+    if config.cluster.on and config.cluster.on not in ENGINES:
         config = replace(config, cluster=replace(config.cluster, on=str(Path(config.cluster.on).resolve())))
     algorithm = config.algorithm
     rewards = tuple(map(_anchored_code, algorithm.reward))

@@ -447,6 +447,30 @@ class BandwidthSection(_Section, frozen=True):
     no snapshot there."""
 
 
+ENGINES = ("slurm",)
+"""Values of `cluster.on` that name an engine; every other one is the path of a hosts file."""
+
+
+class SlurmSection(_Section, frozen=True):
+    """The job that is submitted where `cluster.on` is `slurm` and there is no allocation yet."""
+
+    nodes: int = 1
+    """Number of nodes that run processes."""
+    spare_nodes: int = 0
+    """Further nodes, on which no process is placed until another node is lost."""
+    partition: str = ""
+    """Partition. Empty: the default one of the site."""
+    time_limit: str = ""
+    """Time limit as sbatch reads it, as `4:00:00`. Empty: that of the partition."""
+    stop_before_s: int = 180
+    """Time before the limit at which the run stops after its step, with a checkpoint, and is queued again. Slurm's
+    warning may come half a minute later than asked for."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch: `[--account=lab, --gpus-per-node=8]`."""
+    scratch: str = ""
+    """Folder for copied files on the nodes. Empty: the user's cache folder."""
+
+
 class ClusterSection(_Section, frozen=True):
     """Hosts and processes."""
 
@@ -455,7 +479,9 @@ class ClusterSection(_Section, frozen=True):
     follows from it."""
     on: str = ""
     """Path of a hosts file: the machines of the other hosts, which are started over ssh. The first host, with the
-    master, is this machine. Empty: all hosts are agents of this machine. See `docs/cluster.md`."""
+    master, is this machine. `slurm`: the nodes of an allocation. Empty: all hosts are agents of this machine. See
+    `docs/cluster.md`."""
+    slurm: SlurmSection = SlurmSection()
     slots: tuple[int, ...] = ()
     """Processes that each host gets in one round of placement, by host. 0: no ranks, servers or rollout workers. Set
     from the hosts file; empty: 1 each."""

@@ -40,7 +40,14 @@ class HostWent(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-HostEvent = HostCame | HostWent
+class HostLeaves(msgspec.Struct, frozen=True, tag=True):
+    """The engine wants the machine of a host back, which still runs: its processes are moved in order."""
+
+    host: str
+    why: str
+
+
+HostEvent = HostCame | HostWent | HostLeaves
 
 
 class Backend(Protocol):
