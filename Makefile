@@ -24,11 +24,12 @@ ALONE := tests/cluster tests/browser tests/extras $(TINY:%=--ignore %)
 # what is missing is said, and its tests are skipped.
 SYSTEM_TOOLS := ip tc nft iptables strace mkfs.ext4 mount unshare nsenter chromium /usr/sbin/sshd
 SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux chromium fonts-dejavu-core openssh-server openssh-client
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 # Every process that starts would compile all it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-ray test-kubernetes test-extras lint docs wheel bench trl-losses clean
+.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-slurm test-ray test-kubernetes test-extras lint docs wheel bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
@@ -36,6 +37,7 @@ help:
 	@echo "make test-fast  the tests without the slow ones, 3 minutes"
 	@echo "make test-ray   runs on the nodes of a Ray cluster, in an environment of their own, 15 minutes (root)"
 	@echo "make test-extras  trackers, notebooks and JupyterLab with their real libraries, in an environment of their own, 5 minutes"
+	@echo "make test-slurm  runs on a Slurm cluster that the test starts (root, Debian), 15 minutes"
 	@echo "make docs       the documentation site, into site/"
 	@echo "make wheel      the wheel, into dist/"
 	@echo "make bench      benchmarks, ours and the peers' in one run"
@@ -81,8 +83,8 @@ system-packages:
 	fi
 
 test: system-packages lint
-	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "not gpu"
-	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu and not hosts and not kubernetes"
+	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "not gpu and not slurm"
+	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu and not hosts and not slurm and not kubernetes"
 
 test-fast: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
@@ -107,6 +109,14 @@ KUBERNETES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kintsugi/kubernetes-1.20.2
 test-kubernetes: system-packages $(SETUP_TEST)
 	tests/cluster/programs/build_kubernetes.sh $(KUBERNETES)
 	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_kubernetes_cluster.py
+
+# Runs on a Slurm cluster of several slurmd in namespaces of this machine (root, Debian): losses, time limits, refusals.
+test-slurm: system-packages $(SETUP_TEST)
+	@if ! PATH=$$PATH:/usr/sbin command -v slurmctld >/dev/null; then \
+		install="$(APT) install --yes --no-install-recommends $(SLURM_PACKAGES)"; \
+		sh -c "$$install" >/dev/null 2>&1 || { $(APT) update && sh -c "$$install" >/dev/null; }; \
+	fi
+	$(BIN)/python -m pytest $(SLOWEST) -m slurm tests/cluster/test_slurm.py tests/unit/cluster/test_backends.py
 
 # Libraries that are too many for the environment of the tests; without them tests/extras is skipped by name.
 test-extras: $(SETUP_EXTRAS)

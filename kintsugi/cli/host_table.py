@@ -1,15 +1,21 @@
-"""The table of `kintsugi hosts`: every host is asked at the same time, over ssh, for at most half a minute."""
+"""The table of `kintsugi hosts`: every host is asked at the same time, over ssh or by a job step, for at most half a
+minute."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from kintsugi.cli import slurm
 from kintsugi.cluster.backends.command import EngineCommand
-from kintsugi.cluster.backends.ssh import RemoteHost, read_hosts_file, split_hosts, ssh_command
+from kintsugi.cluster.backends.slurm import job_of, read_allocation
+from kintsugi.cluster.backends.ssh import read_hosts_file, split_hosts, ssh_command
 from kintsugi.cluster.host_supervisor import default_scratch
 from kintsugi.cluster.joining import HostNeeds, facts_of_this_host, local_address, versions, why_refused
 from kintsugi.protocol.hosts import HostFacts
@@ -19,14 +25,27 @@ ASK_S = 30.0
 _HEAD = f"{'host':12} {'address':16} {'cores':>5} {'memory':>9} {'free disk':>10} {'GPUs':>4}  {'clock':>8}  "
 
 
-def host_lines(path: Path | None) -> tuple[list[str], bool]:
+class _Asked(msgspec.Struct, frozen=True):
+    """One host that is asked."""
+
+    name: str
+    address: str
+    needs: HostNeeds
+    command: Callable[[list[str]], list[str]]
+    """From a program to the command that runs it there."""
+    python: str = ""
+
+
+def host_lines(on: str | None) -> tuple[list[str], bool]:
     """Return the table, and whether every host could take part in a run that is started here."""
-    here, remote = (None, ()) if path is None else split_hosts(read_hosts_file(path))
+    if on == slurm.ENGINE and not job_of(os.environ):
+        return slurm.cluster_lines()
+    here, remote = _asked(on)
     own = _own_facts()
     lines = [
         f"{_HEAD}kintsugi {own.versions.kintsugi}, torch {own.versions.torch}, Python {own.versions.python}"
     ]
-    lines.append(_line(here.name if here is not None else "this machine", own, offset_s=0.0, problem=""))
+    lines.append(_line(here or "this machine", own, offset_s=0.0, problem=""))
     asked = [(host, *_ask(host), SYSTEM_CLOCK.monotonic()) for host in remote]
     all_fit = True
     for host, command, address, since in asked:
@@ -34,15 +53,39 @@ def host_lines(path: Path | None) -> tuple[list[str], bool]:
         facts = _facts(command) if command.status == 0 else None
         if facts is None:
             problem = f"no answer: {command.explain()}"
-            lines.append(f"{host.name:12} {host.machine:16} {problem}")
+            lines.append(f"{host.name:12} {host.address:16} {problem}")
         else:
-            needs = HostNeeds(versions(), host.gpus, host.memory_gib << 30)
-            problem = why_refused(facts, needs, now=SYSTEM_CLOCK.wall())
+            problem = why_refused(facts, host.needs, now=SYSTEM_CLOCK.wall())
             offset_s = facts.wall - SYSTEM_CLOCK.wall()
             reached = f"reaches {address} from {facts.address}"
             lines.append(_line(host.name, facts, offset_s=offset_s, problem=problem or reached))
         all_fit = all_fit and facts is not None and not problem
     return lines, all_fit
+
+
+def _asked(on: str | None) -> tuple[str, list[_Asked]]:
+    """Return the name of this machine among the hosts, if it has one, and the hosts on other machines."""
+    if on is None:
+        return "", []
+    if on == slurm.ENGINE:
+        allocation = read_allocation(os.environ)
+        needs = HostNeeds(versions())
+        return allocation.own, [
+            _Asked(node.name, node.address, needs, partial(slurm.asking_command, node.name))
+            for node in allocation.nodes
+            if node.name != allocation.own
+        ]
+    here, remote = split_hosts(read_hosts_file(Path(on)))
+    return here.name if here is not None else "", [
+        _Asked(
+            host.name,
+            host.machine,
+            HostNeeds(versions(), host.gpus, host.memory_gib << 30),
+            partial(ssh_command, host),
+            host.python,
+        )
+        for host in remote
+    ]
 
 
 def _own_facts() -> HostFacts:
@@ -51,13 +94,13 @@ def _own_facts() -> HostFacts:
     return facts_of_this_host(address="127.0.0.1", scratch=existing)
 
 
-def _ask(host: RemoteHost) -> tuple[EngineCommand, str]:
+def _ask(host: _Asked) -> tuple[EngineCommand, str]:
     """Begin to ask a host; return the command, and the address of this machine on the way to it."""
     address = "127.0.0.1"
     with suppress(OSError):
-        address = local_address(host.machine)
+        address = local_address(host.address)
     program = [host.python or sys.executable, "-P", "-m", "kintsugi", "host-facts", address]
-    return EngineCommand(ssh_command(host, program)), address
+    return EngineCommand(host.command(program)), address
 
 
 def _facts(command: EngineCommand) -> HostFacts | None:

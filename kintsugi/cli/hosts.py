@@ -19,12 +19,21 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+ENGINE_OPTIONS = {
+    "partition": ("slurm", "cluster.slurm.partition"),
+    "nodes": ("slurm", "cluster.slurm.nodes"),
+    "address": ("ray", "cluster.ray.address"),
+    "namespace": ("k8s", "cluster.kubernetes.namespace"),
+    "image": ("k8s", "cluster.kubernetes.image"),
+}
+"""Option of the command line → the engine that it belongs to, and the field that it stands for."""
+
 On = Annotated[
     str | None,
     typer.Option(
         metavar="HOSTS",
-        help="The machines of the run: a hosts file, over ssh; `ray`: nodes of a Ray cluster; `k8s`: pods of a "
-        "Kubernetes cluster. Default: this machine.",
+        help="The machines of the run: a hosts file, over ssh; `slurm`: nodes of a job; `ray`: nodes of a Ray cluster; "
+        "`k8s`: pods of a Kubernetes cluster. Default: this machine.",
     ),
 ]
 Namespace = Annotated[
@@ -39,29 +48,24 @@ Address = Annotated[
 ]
 
 
-def with_engine(
-    overrides: list[str] | None,
-    *,
-    on: str | None,
-    address: str | None = None,
-    namespace: str | None = None,
-    image: str | None = None,
-) -> list[str]:
+Partition = Annotated[
+    str | None, typer.Option(help="Partition of the job, with `--on slurm`. Default: that of the site.")
+]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Number of nodes of the job, with `--on slurm`.")]
+
+
+def with_engine(overrides: list[str] | None, *, on: str | None, **options: str | int | None) -> list[str]:
     """Return the overrides with those that `--on` and the options of engines stand for."""
     from kintsugi.errors import UserError
 
-    options = (
-        ("--address", "ray", "cluster.ray.address", address),
-        ("--namespace", "k8s", "cluster.kubernetes.namespace", namespace),
-        ("--image", "k8s", "cluster.kubernetes.image", image),
-    )
-    given = {} if on is None else {"cluster.on": on}
-    for option, engine, name, value in options:
+    given: dict[str, str | int] = {} if on is None else {"cluster.on": on}
+    for option, value in options.items():
         if value is not None:
+            engine, field = ENGINE_OPTIONS[option]
             if on not in (None, engine):
-                raise UserError(f"{option}: expected `--on {engine}` with it, got `--on {on}`")
-            given[name] = value
-    return [*(overrides or ()), *(f"{name}={value}" for name, value in given.items())]
+                raise UserError(f"--{option}: expected `--on {engine}` with it, got `--on {on}`")
+            given[field] = value
+    return [*(overrides or ()), *(f"{field}={value}" for field, value in given.items())]
 
 
 def placed(resolved: Resolved) -> Resolved:
@@ -77,13 +81,18 @@ def placed(resolved: Resolved) -> Resolved:
 
 def placed_cluster(cluster: ClusterSection) -> ClusterSection:
     """Return the section with what follows from its hosts file, or its engine. ConfigError names what is wrong."""
-    if cluster.on == "k8s":
-        return _placed_in_pods(cluster)
+    match cluster.on:
+        case "slurm":
+            from kintsugi.cli import slurm
+
+            return slurm.placed_cluster(cluster)
+        case "ray":
+            return _placed_on_ray(cluster)
+        case "k8s":
+            return _placed_in_pods(cluster)
     from kintsugi.cluster.backends.ssh import read_hosts_file, split_hosts
     from kintsugi.errors import ConfigError
 
-    if cluster.on == "ray":
-        return _placed_on_ray(cluster)
     here, remote = split_hosts(read_hosts_file(Path(cluster.on)))
     if not remote:
         raise ConfigError(f"{cluster.on}: expected a host on another machine; without one, leave `--on` out")
@@ -226,16 +235,15 @@ def manifest(
 @app.command()
 def hosts(
     on: Annotated[
-        str | None, typer.Option(metavar="HOSTS", help="Hosts file, or ray. Default: this machine.")
+        str | None,
+        typer.Option(metavar="HOSTS", help="Hosts file, or `slurm` or `ray`. Default: this machine."),
     ] = None,
     address: Address = None,
 ) -> None:
     """Show cores, memory, GPUs, versions and clock of each host, and what would keep it out of a run."""
     from kintsugi.cli.host_table import host_lines, ray_lines
 
-    lines, all_fit = (
-        ray_lines(address or "") if on == "ray" else host_lines(Path(on) if on is not None else None)
-    )
+    lines, all_fit = ray_lines(address or "") if on == "ray" else host_lines(on)
     for line in lines:
         say(line)
     if not all_fit:

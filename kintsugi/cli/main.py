@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from kintsugi.cli import access, hosts, lab, models, observe, page, reading
@@ -23,7 +24,7 @@ from kintsugi.cli.arguments import (
     loaded,
     validated,
 )
-from kintsugi.cli.hosts import Address, Image, Namespace, On
+from kintsugi.cli.hosts import Address, Image, Namespace, Nodes, On, Partition
 from kintsugi.cli.output import counted, say
 from kintsugi.run_folder.layout import RunFolder
 
@@ -157,18 +158,31 @@ def train(
     ] = False,
     page_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free port.")] = 0,
     on: On = None,
+    partition: Partition = None,
+    nodes: Nodes = None,
     address: Address = None,
     namespace: Namespace = None,
     image: Image = None,
 ) -> None:
     """Train a model as described by a recipe, and show progress and results."""
+    from kintsugi.cli import slurm
     from kintsugi.errors import UserError
 
     if detach and with_page:
         raise UserError("--detach: expected no --page with it; `kintsugi page RUN` shows a detached run")
-    given = hosts.with_engine(overrides, on=on, address=address, namespace=namespace, image=image)
+    engine = {
+        "partition": partition,
+        "nodes": nodes,
+        "address": address,
+        "namespace": namespace,
+        "image": image,
+    }
+    resolved = loaded(recipe, hosts.with_engine(overrides, on=on, **engine))
+    if slurm.needs_job(resolved.config):
+        _train_in_job(resolved, detach=detach)
+        return
     _train(
-        hosts.placed(loaded(recipe, given)),
+        hosts.placed(resolved),
         detach=detach,
         on_hangup=on_hangup,
         page_port=page_port if with_page else None,
@@ -208,6 +222,51 @@ def _train(
     finally:
         if beside is not None:
             beside.close()
+
+
+def _train_in_job(resolved: Resolved, *, detach: bool) -> None:
+    from kintsugi.errors import KintsugiError
+    from kintsugi.run_folder.creation import make_run_folder, remove_unused
+
+    config, run_dir = make_run_folder(validated(resolved))
+    try:
+        _follow_job(config, run_dir=run_dir, detach=detach)
+    except KintsugiError:
+        remove_unused(run_dir)
+        raise
+
+
+def _follow_job(config: Config, *, run_dir: Path, detach: bool) -> None:
+    """Submit the job of a run and show it to its end, or leave it; a failed run exits with its code."""
+    from kintsugi.cli import slurm
+
+    job = slurm.submit(config, run_dir=run_dir)
+    say(f"job {job} submitted: {run_dir}; `kintsugi stop {run_dir}` stops it", err=True)
+    if detach:
+        return
+    if (code := slurm.follow(job, run_dir=run_dir)) != 0:
+        raise typer.Exit(code)
+
+
+@app.command(hidden=True)
+def slurm_job(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
+    """Start or resume a run in the allocation of this process. The script of `kintsugi train --on slurm` calls it."""
+    from kintsugi.cli import slurm
+    from kintsugi.config.recipe import dump, load_config
+    from kintsugi.run_folder import reader
+
+    folder = RunFolder(run)
+    with slurm.requeued_when_warned(run):
+        slurm.take_over_from_killed_job(run)
+        if folder.journal_file.exists():
+            status = reader.read_status(run)
+            if status.state is not reader.RunState.FINISHED:
+                resume(str(run))
+            return
+        config = load_config(folder.config_file)
+        config = msgspec.structs.replace(config, cluster=hosts.placed_cluster(config.cluster))
+        dump(config, folder.config_file)
+        _launch(config, run_dir=run, resume=False)
 
 
 @app.command()
@@ -266,6 +325,7 @@ def resume(
     Overrides may change the number of steps, learning rate and schedule, clipping, temperature, evaluations, time
     limits, `checkpoint.every`, logging and monitoring. With more steps, a finished run is extended, with its optimizer.
     """
+    from kintsugi.cli import slurm
     from kintsugi.cli.capacity import check_start
     from kintsugi.cli.run_actions import Finished, change_config, check_resumable
     from kintsugi.run_folder import reader
@@ -281,13 +341,21 @@ def resume(
     except Finished as error:
         _print_error(str(error))
         raise typer.Exit(1) from error
+    in_job = slurm.needs_job(config)
+    if (
+        config.cluster.on == slurm.ENGINE and not in_job
+    ):  # Another allocation than that of the start, as a rule.
+        config = msgspec.structs.replace(config, cluster=hosts.placed_cluster(config.cluster))
     check_start(config, run_dir=folder, resume=True)  # Refuses before anything of the run is changed.
     for change in changes:
         say(change)
     replace_config(folder, config, step=status.step)
-    if accept or changes:
+    if accept or changes or config.cluster.on == slurm.ENGINE:
         record_start(folder, config)
     RunFolder(folder).summary_file.unlink(missing_ok=True)
+    if in_job:
+        _follow_job(config, run_dir=folder, detach=detach)
+        return
     _launch(config, run_dir=folder, resume=True, detach=detach)
 
 
@@ -322,11 +390,16 @@ def stop(
 ) -> None:
     """Stop a run after its current step, with a checkpoint."""
     from kintsugi.access.roles import Action
+    from kintsugi.cli import slurm
     from kintsugi.cli.run_actions import find_launcher, request_stop
     from kintsugi.run_folder import reader
     from kintsugi.runtime.processes import SystemProcesses
 
     folder = reader.find_run(run)
+    if job := slurm.job_elsewhere(folder):
+        access.record_locally(folder, Action.STOP)
+        say(slurm.stop_job(job))
+        return
     launcher = find_launcher(folder)
     try:
         answer = request_stop(folder, launcher)

@@ -95,6 +95,12 @@ CHANGEABLE = (
     "monitoring",
     "weights.deadline_s",
     "cluster.start_timeout_s",
+    "cluster.slurm.nodes",
+    "cluster.slurm.spare_nodes",
+    "cluster.slurm.partition",
+    "cluster.slurm.time_limit",
+    "cluster.slurm.stop_before_s",
+    "cluster.slurm.options",
 )
 """Fields, and sections, that a resume may change: a run with other values of the rest is another run."""
 

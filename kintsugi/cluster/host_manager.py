@@ -17,6 +17,7 @@ recorded in `joined_hosts.json`, with which a successor of this process goes on.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from enum import StrEnum
@@ -24,8 +25,16 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.cluster.backends.contract import Backend, HostCame, HostDoubted, HostOrder, HostWent
+from kintsugi.cluster.backends.contract import (
+    Backend,
+    HostCame,
+    HostDoubted,
+    HostLeaves,
+    HostOrder,
+    HostWent,
+)
 from kintsugi.cluster.backends.ray import open_ray
+from kintsugi.cluster.backends.slurm import open_slurm
 from kintsugi.cluster.backends.ssh import SshBackend, read_hosts_file, split_hosts
 from kintsugi.cluster.file_mirror import FileWriter
 from kintsugi.cluster.host_manager_process import HOST_MANAGER, HostFailed, ManagerHandover
@@ -40,7 +49,7 @@ from kintsugi.cluster.joining import (
 from kintsugi.cluster.run_files import RunFiles
 from kintsugi.cluster.spawn import own_session_and_log
 from kintsugi.config.schema import Config
-from kintsugi.errors import Fault, KintsugiError, RefusedError
+from kintsugi.errors import Fault, KintsugiError, RefusedError, fault_of
 from kintsugi.protocol.hosts import (
     PART_BYTES,
     FetchFile,
@@ -57,7 +66,8 @@ from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.disk import write_atomically
 from kintsugi.telemetry.disk_budget import DISK_BUDGET
-from kintsugi.telemetry.events import Alert, EventLog, Note
+from kintsugi.telemetry.events import Alert, EventLog, FaultSeen, Note
+from kintsugi.telemetry.verdict_files import HostNotice, give_notice
 from kintsugi.transport import Delivery, Endpoint, new_key_pair
 from kintsugi.types import Peer
 
@@ -67,6 +77,11 @@ SILENT_S = 20.0
 before has lost nothing here."""
 DOUBTED_SILENT_S = 5.0
 """Silence after which a host is ordered again that its engine doubts too."""
+GONE_S = 2.5
+"""Silence after which a host is lost whose connection was closed meanwhile: the kernel closes it when the supervisor
+has died. One that lives connects again within a second."""
+LAST_BEAT_S = 3.0
+"""Longest time between the last heartbeat and the close of a connection for which the one explains the other."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Pause before a lost host is ordered again; it doubles."""
 END_S = 12.0
@@ -111,12 +126,20 @@ class HostDecision(msgspec.Struct, frozen=True):
 
 
 def decide(
-    record: HostRecord, *, now: float, since: float, heard_at: float, join_s: float, doubt: str = ""
+    record: HostRecord,
+    *,
+    now: float,
+    since: float,
+    heard_at: float,
+    join_s: float,
+    doubt: str = "",
+    closed_at: float = -math.inf,
 ) -> HostDecision:
     """Decide about a host by time alone. Pure.
 
     `since` is when its phase began, `heard_at` when its supervisor was last heard of, `join_s` the time to join,
-    `doubt` why its engine does not know whether it is alive.
+    `doubt` why its engine does not know whether it is alive, `closed_at` when a connection to any supervisor was last
+    closed.
     """
     if record.phase in (HostPhase.ORDERED, HostPhase.JOINED) and now - since > join_s:
         what = "join" if record.phase is HostPhase.ORDERED else "start its agent"
@@ -125,6 +148,9 @@ def decide(
         return HostDecision("lose" if record.was_ready else "fail", f"it is silent for {SILENT_S:g} s")
     if record.phase is HostPhase.READY and doubt and now - heard_at > DOUBTED_SILENT_S:
         return HostDecision("lose", f"{doubt}, and it is silent for {now - heard_at:.1f} s")
+    is_closed = heard_at < closed_at < heard_at + LAST_BEAT_S
+    if record.phase is HostPhase.READY and is_closed and now - heard_at > GONE_S:
+        return HostDecision("lose", f"its connection was closed, and it is silent for {now - heard_at:.1f} s")
     if record.phase is HostPhase.LOST:
         pause_s = min(FIRST_PAUSE_S * 2.0 ** min(record.num_losses - 1, 8), LONGEST_PAUSE_S)
         if now - since >= pause_s:
@@ -134,12 +160,15 @@ def decide(
 
 def open_backend(config: Config, *, job: str) -> tuple[Backend, dict[str, HostNeeds], dict[str, str]]:
     """Open the back end of `cluster.on`; return it with what each host has to have, and the names of their machines."""
-    if config.cluster.on == "ray":
-        return open_ray(config, job=job)
-    if config.cluster.on == "k8s":
-        from kintsugi.cluster.backends.kubernetes.opening import open_kubernetes
+    match config.cluster.on:
+        case "slurm":
+            return open_slurm(config)
+        case "ray":
+            return open_ray(config, job=job)
+        case "k8s":
+            from kintsugi.cluster.backends.kubernetes.opening import open_kubernetes
 
-        return open_kubernetes(config, job=job)
+            return open_kubernetes(config, job=job)
     _, hosts = split_hosts(read_hosts_file(Path(config.cluster.on)))
     needs = {
         f"host-{number}": HostNeeds(versions(), host.gpus, host.memory_gib << 30)
@@ -178,6 +207,9 @@ class HostManager:
         self._heard_at: dict[str, float] = {}
         self._doubts: dict[str, str] = {}
         """Host → why its engine does not know whether it is alive."""
+        self._closed_at = -math.inf
+        self._leaving: dict[str, tuple[Path, str]] = {}
+        """Host that its engine wants back → the notice of it to the master, and the reason."""
         self._ending_at: float | None = None
 
     def run(self) -> None:
@@ -342,11 +374,21 @@ class HostManager:
                     record.place = place
                 case HostDoubted(host=host, why=why):
                     self._doubts[host] = why
+                case HostLeaves(why=why) if record.phase is HostPhase.READY:
+                    self._leave(record, why)
                 case HostWent(why=why) if record.phase not in (HostPhase.LOST, HostPhase.ENDED):
                     self._lose(record, why)
 
     def _check(self, now: float) -> None:
+        if self._endpoint.closed_connections():
+            self._closed_at = now
         for host, record in self._records.items():
+            if (
+                record.phase is HostPhase.READY
+                and (leaves := self._leaving.get(host))
+                and not leaves[0].exists()
+            ):
+                self._lose(record, leaves[1])
             decision = decide(
                 record,
                 now=now,
@@ -354,12 +396,30 @@ class HostManager:
                 heard_at=self._heard_at[host],
                 join_s=self._handover.config.cluster.start_timeout_s,
                 doubt=self._doubts.get(host, ""),
+                closed_at=self._closed_at,
             )
             if decision.action == "order":
                 self._backend.replace(self._order(host, now))
                 self._write()
             elif decision.action:
                 self._lose(record, decision.why)
+
+    def _leave(self, record: HostRecord, why: str) -> None:
+        """Have the master move the processes of a host between two steps; then the host is given up."""
+        self._log.emit(Alert(f"{self._named(record.host)} is to be left: {why}"))
+        if (notice := self._tell_master(record, why, leaves=True)) is not None:
+            self._leaving[record.host] = notice, why
+
+    def _tell_master(self, record: HostRecord, why: str, *, leaves: bool = False) -> Path | None:
+        """Tell the master what it would only know by the silence of the host."""
+        agent = self._agents[record.host]
+        first = int(agent.incarnation) + record.ticket * INCARNATIONS
+        notice = HostNotice(agent.process, first, first + INCARNATIONS - 1, why, leaves=leaves)
+        try:
+            return give_notice(self._run_dir, notice)
+        except OSError as error:  # As on a full disk; the silence of the host remains.
+            self._log.emit(FaultSeen(fault_of(error, process=HOST_MANAGER, time=self._clock.wall())))
+            return None
 
     def _lose(self, record: HostRecord, why: str) -> None:
         """Note the loss of a host. If it had never started, the run can not begin."""
@@ -369,6 +429,8 @@ class HostManager:
         named = self._named(record.host)
         if not record.was_ready:
             self._report(HostFailed(named, why))
+        elif self._leaving.pop(record.host, None) is None:
+            self._tell_master(record, why)
         record.num_losses += 1
         record.public_key = b""
         process = supervisor_of(record.host)

@@ -447,8 +447,28 @@ class BandwidthSection(_Section, frozen=True):
     no snapshot there."""
 
 
-ENGINES = ("ray", "k8s")
+ENGINES = ("slurm", "ray", "k8s")
 """Values of `cluster.on` that name an engine; every other value is the path of a hosts file."""
+
+
+class SlurmSection(_Section, frozen=True):
+    """The job that is submitted where `cluster.on` is `slurm` and there is no allocation yet."""
+
+    nodes: int = 1
+    """Number of nodes that run processes."""
+    spare_nodes: int = 0
+    """Further nodes, on which no process is placed until another node is lost."""
+    partition: str = ""
+    """Partition. Empty: the default one of the site."""
+    time_limit: str = ""
+    """Time limit as sbatch reads it, as `4:00:00`. Empty: that of the partition."""
+    stop_before_s: int = 180
+    """Time before the limit at which the run stops after its step, with a checkpoint, and is queued again. Slurm's
+    warning may come half a minute later than asked for."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch: `[--account=lab, --gpus-per-node=8]`."""
+    scratch: str = ""
+    """Folder for copied files on the nodes. Empty: the user's cache folder."""
 
 
 class RaySection(_Section, frozen=True):
@@ -495,8 +515,9 @@ class ClusterSection(_Section, frozen=True):
     follows from it."""
     on: str = ""
     """Path of a hosts file: the machines of the other hosts, which are started over ssh; or an engine that places
-    them: `ray`, nodes of a Ray cluster; `k8s`, pods of a Kubernetes cluster. The first host, with the master, is this
-    machine. Empty: all hosts are agents of this machine. See `docs/cluster.md`."""
+    them: `slurm`, the nodes of an allocation; `ray`, nodes of a Ray cluster; `k8s`, pods of a Kubernetes cluster. The
+    first host, with the master, is this machine. Empty: all hosts are agents of this machine. See `docs/cluster.md`."""
+    slurm: SlurmSection = SlurmSection()
     ray: RaySection = RaySection()
     kubernetes: KubernetesSection = KubernetesSection()
     slots: tuple[int, ...] = ()

@@ -6,6 +6,7 @@ folder; it waits on its endpoint only.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -22,6 +23,7 @@ from kintsugi.config.schema import COMPARE_SAMPLES, LEARN_PAIRS, Config
 from kintsugi.control.book_sharing import BookSharing
 from kintsugi.control.failure_detector import FailureDetector, event_of_report
 from kintsugi.control.master import Master
+from kintsugi.control.phases.table import Phase
 from kintsugi.control.placement import plan_layout
 from kintsugi.control.protocol import (
     Admit,
@@ -40,6 +42,7 @@ from kintsugi.control.protocol import (
     RequestFailed,
     ShareBook,
     StopRequested,
+    Suspected,
     Tell,
     Tick,
 )
@@ -67,6 +70,7 @@ from kintsugi.process.membership import ORPHANED, open_endpoint, watch_lifeline
 from kintsugi.protocol.agents import AskTime, ChipFault, ProcessExited, ProcessSuspected, TimeTold
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.membership import Heartbeat, Ok, Ping, Register, Registered, Shutdown
+from kintsugi.recovery.liveness import SuspicionKind
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import living_launcher
 from kintsugi.runtime.clock import SYSTEM_CLOCK, WorkingClock
@@ -95,6 +99,8 @@ LONGEST_TURN_S = 1.0
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 7 * 24 * 3600.0
 """Longest pause for a disk that does not accept the journal: an operator may take days to respond."""
+LONGEST_STAY_S = 120.0
+"""Time that a host which has to leave is kept for the end of a step."""
 REPORT_S = 0.5
 GOODBYE_S = 1.0
 DURABLE = (TermStarted, StepCommitted, CheckpointSaved, RunEnded)
@@ -128,6 +134,8 @@ class MasterShell:
         self._endpoint = open_endpoint(bootstrap)
         own = self._endpoint.peer(host=bootstrap.host)
         self._sharing = BookSharing(self._master.state.members, master=own)
+        self._noticed_at: dict[Path, float] = {}
+        """Notice of the host manager → when it was first seen."""
         self._processes: dict[str, list[int]] = {}
         self._events: deque[Event] = deque()
         self._next_tick = self._next_report = self._clock.monotonic()
@@ -214,12 +222,37 @@ class MasterShell:
         """Answer the requests of users. A request stays in its folder until the answer is durable."""
         for verdict in self._requests.verdicts():
             self._feed(verdict)
+        self._act_on_notices(self._clock.monotonic())
         for request in self._requests.waiting():
             self._feed(request)
             if request.request in self._master.state.answered:
                 self._write_or_pause(self._journal.sync)
                 self._requests.remove(request.request)
                 self._log.emit(Note(f"answered request {request.request} for {request.servers} servers"))
+
+    def _act_on_notices(self, now: float) -> None:
+        """Declare hosts lost of which the host manager has given notice: those that leave in order between two steps,
+        when nothing of a step is lost with them."""
+        notices = self._requests.host_notices()
+        self._noticed_at = {path: self._noticed_at.get(path, now) for path, _ in notices}
+        for path, notice in notices:
+            may_wait = notice.leaves and now - self._noticed_at[path] < LONGEST_STAY_S
+            if may_wait and self._master.phase is not Phase.COLLECTING:
+                continue
+            member = self._master.state.members.members.get(notice.agent)
+            if member is not None and notice.first <= int(member.incarnation) <= notice.last:
+                self._feed(
+                    Suspected(
+                        notice.agent,
+                        member.incarnation,
+                        notice.why,
+                        SuspicionKind.HOST,
+                        certain=True,
+                        time=self._clock.wall(),
+                    )
+                )
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def _poll(self) -> list[Delivery]:
         try:

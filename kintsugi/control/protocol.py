@@ -76,7 +76,8 @@ class RequestFailed(_Event, frozen=True):
 
 
 class Suspected(_Event, frozen=True):
-    """A process seems stuck or unreachable; `certain` if its agent has seen the cause."""
+    """A process seems stuck or unreachable; `certain` if its agent, or for a host the host manager, has seen the
+    cause."""
 
     process: str
     incarnation: str

@@ -71,7 +71,8 @@ class Suspicions:
         member = members.members[event.process]
         self._decision.explain(f"{event.process} is suspected: {event.evidence}")
         if member.role is Role.AGENT:
-            lost = event.kind == SuspicionKind.HOST and event.lasting_s >= HOST_LOST_S
+            of_host = event.kind == SuspicionKind.HOST
+            lost = of_host and (event.certain or event.lasting_s >= HOST_LOST_S)
             return self._lose_host(member.host, event) if lost else []
         if event.kind == SuspicionKind.SLOW:
             message = f"{event.process} is slow: {event.evidence}"

@@ -20,7 +20,7 @@ from kintsugi.recovery.liveness import SuspicionKind
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.disk import write_atomically
 from kintsugi.runtime.owned_files import read_owned
-from kintsugi.telemetry.verdict_files import take_verdicts
+from kintsugi.telemetry.verdict_files import HostNotice, read_notices, take_verdicts
 
 _SUFFIX = ".json"
 
@@ -81,6 +81,10 @@ class UserRequests:
             )
             for each in take_verdicts(self._run.path)
         ]
+
+    def host_notices(self) -> list[tuple[Path, HostNotice]]:
+        """Return the notices of the host manager that were not acted on, with their files."""
+        return read_notices(self._run.path)
 
     def remove(self, request: str) -> None:
         """Remove a request that was answered or is not waited for any more. If that fails, the journal still has the

@@ -13,6 +13,8 @@
     summary.json            outcome of the run, written at its end
     tags.json               tags of the run (`kintsugi tag`)
     joined_hosts.json       hosts on other machines, while the run runs
+    slurm_job.json          job of the run, where it was submitted to Slurm
+    slurm_job.sh            script of that job
     launcher.json           process that runs this folder, while it runs
     processes.json          status, counters and waits of each process, refreshed by the master
     metrics.jsonl           metrics of each step and evaluation
@@ -109,6 +111,14 @@ class RunFolder:
     @property
     def hosts_file(self) -> Path:
         return self.path / "joined_hosts.json"
+
+    @property
+    def slurm_job_file(self) -> Path:
+        return self.path / "slurm_job.json"
+
+    @property
+    def slurm_script_file(self) -> Path:
+        return self.path / "slurm_job.sh"
 
     @property
     def processes_file(self) -> Path:

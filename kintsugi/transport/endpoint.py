@@ -51,9 +51,11 @@ from kintsugi.transport.sockets import (
     milliseconds,
     open_context,
     open_dealer,
+    open_monitor,
     open_router,
     open_zap,
     send_frame,
+    take_events,
 )
 from kintsugi.types import Peer, Role
 
@@ -112,6 +114,8 @@ class Endpoint:
             self._context, public_key=public_key, secret_key=secret_key, bind=bind, listener=listener
         )
         self._poller.register(self._router, zmq.POLLIN)
+        self._monitor: zmq.Socket[bytes] | None = None
+        """Monitor of inbound connections, once `closed_connections` is asked for."""
         self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where peers reach this process."""
         self._connect_error = ""
@@ -120,6 +124,13 @@ class Endpoint:
         """Set by `close`."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.watch(self._wake_fd, self._woken)
+
+    def closed_connections(self) -> int:
+        """Return how many inbound connections were closed since the last call. The kernel closes those of a process
+        that has died; a link that is cut closes none."""
+        if self._monitor is None:
+            self._monitor = open_monitor(self._router)
+        return take_events(self._monitor)
 
     # The address book.
 

@@ -84,6 +84,22 @@ def open_router(
     return router
 
 
+def open_monitor(router: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Open the socket on which ZeroMQ tells of connections of an inbound socket that were closed."""
+    monitor: zmq.Socket[bytes] = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    monitor.linger = 0
+    return monitor
+
+
+def take_events(monitor: zmq.Socket[bytes]) -> int:
+    """Take all events of a monitor; return their number."""
+    number = 0
+    while is_readable(monitor):
+        monitor.recv_multipart(NOBLOCK)
+        number += 1
+    return number
+
+
 def open_dealer(
     context: zmq.Context[zmq.Socket[bytes]], *, peer: Peer, public_key: bytes, secret_key: bytes
 ) -> zmq.Socket[bytes]:

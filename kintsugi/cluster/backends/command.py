@@ -51,6 +51,8 @@ class EngineCommand:
         finally:
             os.close(given)
         self._child = Child(pid=popen.pid, pidfd=os.pidfd_open(popen.pid), popen=popen)
+        self.was_killed = False
+        """It did not end in time and was killed by `close`."""
 
     @property
     def pid(self) -> int:
@@ -64,11 +66,12 @@ class EngineCommand:
     def status(self) -> int | None:
         return self._child.status()
 
-    def output(self) -> str:
-        """Return the end of what it has written."""
+    def output(self, *, whole: bool = False) -> str:
+        """Return the end of what it has written, or all of it."""
         size = self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, size - 4 * MOST_OUTPUT))
-        return self._output.read().decode(errors="replace")[-MOST_OUTPUT:].strip()
+        self._output.seek(0 if whole else max(0, size - 4 * MOST_OUTPUT))
+        text = self._output.read().decode(errors="replace")
+        return (text if whole else text[-MOST_OUTPUT:]).strip()
 
     def explain(self) -> str:
         """Describe its end: the last line that it wrote, or its status."""
@@ -87,6 +90,7 @@ class EngineCommand:
         try:
             self._child.wait_ended(whom=self.program, timeout_s=timeout_s)
         except DeadlineExceeded:
+            self.was_killed = True
             self.end(number=signal.SIGKILL)
             with suppress(DeadlineExceeded):
                 self._child.wait_ended(whom=self.program, timeout_s=timeout_s)

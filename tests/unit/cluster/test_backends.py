@@ -22,11 +22,14 @@ from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend
 from kintsugi.cluster.backends.local import LocalBackend
 from kintsugi.cluster.backends.ray import RayBackend
 from kintsugi.cluster.backends.ray_protocol import RayJob
+from kintsugi.cluster.backends.slurm import SlurmBackend, read_allocation
 from kintsugi.config.schema import KubernetesSection
 from kintsugi.runtime.proc import process_start_time
 from kintsugi.simulation.backend import SimulatedBackend
 from kintsugi.simulation.world import World
+from tests.cluster import slurm_cluster
 from tests.cluster.kubernetes_server import KubernetesServer
+from tests.cluster.slurm_cluster import SlurmCluster
 
 LONGEST_S = 20.0
 HOSTS = ("host-1", "host-2", "host-3")
@@ -190,6 +193,63 @@ class KubernetesEngine(Engine):
         self.server.close()
 
 
+class SlurmEngine(Engine):
+    """An allocation of four nodes of a real cluster, with one free node."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cluster = cluster
+        self._tickets = folder / "tickets"
+        self._tickets.touch()
+        monkeypatch.setenv("PATH", f"{cluster.clients()}:{os.environ['PATH']}")
+        job, nodes = cluster.allocate(4)
+        allocation = read_allocation({"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": nodes})
+        self._job = job
+        supervisor = SUPERVISOR.replace("$$", "$SLURMD_NODENAME $$")
+        self.backend = SlurmBackend(allocation, command=["sh", "-c", supervisor, str(self._tickets)])
+
+    def close(self) -> None:
+        self.cluster.slurm("scancel", self._job)
+        self.cluster.wait_for_nodes("IDLE", count=4)
+
+    def _pids(self) -> dict[str, int]:
+        """Host → pid on this machine of its supervisor."""
+        here = {
+            (node, line.split()[-1]): pid
+            for node in self.cluster.nodes
+            for pid in self.cluster.processes_of(node)
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+            if line.startswith("NSpid:")
+        }
+        lines = [line.split() for line in self._tickets.read_text().splitlines()]
+        return {host: here[node, pid] for host, node, pid in lines if (node, pid) in here}
+
+    def running(self) -> dict[str, object]:
+        return dict(self._pids())
+
+    def lose(self, host: str) -> None:
+        os.kill(self._pids()[host], signal.SIGKILL)
+
+    def advance(self) -> None:
+        time.sleep(0.05)
+
+
+REAL_SLURM = [
+    pytest.mark.slurm,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        slurm_cluster.missing() is not None,
+        reason=f"a Slurm cluster can not be had: {slurm_cluster.missing()}",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def four_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), count=4)
+    yield cluster
+    cluster.close()
+
+
 MADE: dict[str, Callable[[Path], Engine]] = {
     "local": LocalEngine,
     "simulated": lambda folder: SimulatedEngine(),
@@ -206,17 +266,21 @@ ON_RAY = pytest.param(
 )
 
 
-@pytest.fixture(params=[*MADE, ON_RAY])
+@pytest.fixture(params=[*MADE, ON_RAY, pytest.param("slurm", marks=REAL_SLURM)])
 def engine(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Engine]:
-    if request.param == "ray":
-        address, environment = request.getfixturevalue("ray_cluster")
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        made: Engine = RayEngine(tmp_path, address=address)
-    else:
-        made = MADE[request.param](tmp_path)
+    made: Engine
+    match request.param:
+        case "slurm":
+            made = SlurmEngine(request.getfixturevalue("four_nodes"), tmp_path, monkeypatch)
+        case "ray":
+            address, environment = request.getfixturevalue("ray_cluster")
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            made = RayEngine(tmp_path, address=address)
+        case name:
+            made = MADE[name](tmp_path)
     yield made
     made.backend.give_back(timeout_s=5.0)
     made.close()

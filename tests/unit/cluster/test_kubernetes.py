@@ -208,7 +208,7 @@ def test_pods_of_a_job_and_of_volcano_are_known_by_their_index() -> None:
 
 def test_a_doubted_host_is_lost_only_if_it_is_silent_too() -> None:
     record = HostRecord("host-1", phase=HostPhase.READY, was_ready=True)
-    heard = {"since": 0.0, "heard_at": 100.0, "join_s": 60.0}
+    heard: dict[str, Any] = {"since": 0.0, "heard_at": 100.0, "join_s": 60.0}
     assert decide(record, now=100.5, doubt="its node is not ready", **heard).action == ""
     silent = decide(record, now=100.1 + DOUBTED_SILENT_S, doubt="its node is not ready", **heard)
     assert silent.action == "lose" and "its node is not ready, and it is silent" in silent.why

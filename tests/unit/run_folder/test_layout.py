@@ -38,6 +38,8 @@ FILES = {
     "decode_step_file": "steps",
     "devices_file": "devices.json",
     "hosts_file": "joined_hosts.json",
+    "slurm_job_file": "slurm_job.json",
+    "slurm_script_file": "slurm_job.sh",
     "checkpoints_folder": "checkpoints",
     "evaluations_folder": "evaluations",
     "events_folder": "events",

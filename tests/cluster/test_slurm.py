@@ -1,0 +1,306 @@
+"""Runs on a real Slurm cluster of several slurmd end in the bits of a run on one machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kintsugi.run_folder.reader import read_summary
+from kintsugi.telemetry.events import Alert, read_events
+from kintsugi.telemetry.process_reports import read_processes
+from tests.cluster import slurm_cluster
+from tests.cluster.slurm_cluster import SlurmCluster
+from tests.cluster.tiny_runs import until
+from tests.docs.pages import ROOT, blocks_of
+
+RECIPE = Path(__file__).with_name("recipe.yaml")
+LONGEST_S = 600.0
+"""A run takes half a minute; this only bounds a broken one, also on a busy machine."""
+REWARDS = """
+import time
+
+def odd_digits(completions, **columns):
+    time.sleep(0.1)
+    return [sum(character in "13579" for character in text) / (len(text) or 1) for text in completions]
+"""
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.slurm,
+    pytest.mark.skipif(
+        slurm_cluster.missing() is not None,
+        reason=f"a Slurm cluster can not be had: {slurm_cluster.missing()}",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    made = SlurmCluster(tmp_path_factory.mktemp("slurm"), count=4)
+    (made.runs / "rewards.py").write_text(REWARDS)
+    recipe = RECIPE.read_text().replace("gated_rewards.odd_digits", "rewards.py:odd_digits")
+    (made.runs / "recipe.yaml").write_text(f"{recipe}\ncluster:\n  start_timeout_s: 600\n")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def all_idle(cluster: SlurmCluster) -> None:
+    """Nodes that a test before this one has lost are back."""
+    for node, state in cluster.states().items():
+        if "DRAIN" in state or "DOWN" in state:
+            cluster.slurm("scontrol", "update", f"nodename={node}", "state=resume")
+    cluster.wait_for_nodes("IDLE", count=len(cluster.nodes), timeout_s=60.0)
+
+
+@pytest.fixture(scope="module")
+def weights_of_one_machine(cluster: SlurmCluster) -> str:
+    code, output = cluster.ask("train", "recipe.yaml", f"run_dir={cluster.runs}/alone", timeout_s=LONGEST_S)
+    assert code == 0, output
+    return weights_of(cluster.runs / "alone")
+
+
+def weights_of(run_dir: Path) -> str:
+    summary = read_summary(run_dir)
+    assert summary is not None
+    assert summary.weights_sha256
+    return summary.weights_sha256
+
+
+def start(
+    cluster: SlurmCluster, name: str, *overrides: str, nodes: int = 3
+) -> tuple[subprocess.Popen[str], Path]:
+    run_dir = cluster.runs / name
+    options = ("--on", "slurm", "--nodes", str(nodes))
+    return cluster.start("train", "recipe.yaml", f"run_dir={run_dir}", *options, *overrides), run_dir
+
+
+def finish(command: subprocess.Popen[str]) -> str:
+    output, errors = command.communicate(timeout=LONGEST_S)
+    assert command.returncode == 0, output + errors
+    return output + errors
+
+
+def num_steps(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def wait_for_step(run_dir: Path, step: int, command: subprocess.Popen[str]) -> None:
+    """Wait until so many lines of metrics are committed."""
+
+    def is_there() -> bool:
+        assert command.poll() is None, command.communicate()
+        return num_steps(run_dir) >= step
+
+    until(is_there, f"step {step}", timeout_s=LONGEST_S)
+
+
+def live_pids(run_dir: Path) -> dict[str, tuple[str, int]]:
+    """Process → its host and pid, as the master knows them."""
+    reports = read_processes(run_dir)
+    assert reports is not None
+    return {each.process: (each.host, each.pid) for each in reports.processes if each.status == "live"}
+
+
+def test_three_nodes_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any(
+    cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(cluster, "undisturbed")
+    wait_for_step(run_dir, 1, command)
+    assert {host for host, _ in live_pids(run_dir).values()} == {"host-0", "host-1", "host-2"}
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    cluster.assert_nothing_left()
+
+
+def test_a_killed_slurmd_with_its_step_is_replaced_by_the_spare_node_within_ten_seconds(
+    cluster: SlurmCluster,
+    all_idle: None,
+    weights_of_one_machine: str,
+    record_property: Callable[[str, object], None],
+) -> None:
+    command, run_dir = start(cluster, "killed", "cluster.slurm.spare_nodes=1")
+    wait_for_step(run_dir, 2, command)
+    before = live_pids(run_dir)
+    node = "n2"  # The job has all four nodes, and its script runs on the first.
+    since = time.monotonic()
+    killed = cluster.kill_slurmd_and_steps(node)
+    assert any("slurmd" in each for each in killed) and any("--join" in each for each in killed)
+    until(lambda: "agent-1" not in live_pids(run_dir), "the loss to be known", timeout_s=LONGEST_S)
+    known_s, steps = time.monotonic() - since, num_steps(run_dir)
+    until(lambda: num_steps(run_dir) > steps, "the next step", timeout_s=LONGEST_S)
+    took_s = time.monotonic() - since
+    after = live_pids(run_dir)
+    record_property("loss known after s", f"{known_s:.1f}")
+    record_property("next step after s", f"{took_s:.1f}")
+    moved = [process for process, (host, _) in before.items() if host == "host-1" and "agent" not in process]
+    assert moved and all(after[process][0] == "host-3" for process in moved)
+    kept = {process: where for process, where in before.items() if where[0] != "host-1"}
+    assert {process: after[process] for process in kept} == kept
+    cluster.start_slurmd(node)
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    cluster.assert_nothing_left()
+    assert took_s < 10.0, f"loss known after {known_s:.1f} s, next step after {took_s:.1f} s"
+
+
+def test_a_run_that_reaches_its_time_limit_is_queued_again_and_resumes_by_itself(
+    cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
+) -> None:
+    """The limit is cut while the run runs, since limits are in minutes."""
+    command, run_dir = start(
+        cluster, "limited", "cluster.slurm.time_limit=60", "cluster.slurm.stop_before_s=60"
+    )
+    wait_for_step(run_dir, 2, command)
+    (job,) = [line.split()[0] for line in cluster.jobs()]
+    elapsed = cluster.slurm("squeue", "--noheader", f"--jobs={job}", "--format=%M").split(":")
+    minutes = int(elapsed[-2]) + 2
+    cluster.slurm("scontrol", "update", f"jobid={job}", f"timelimit={minutes}")
+    output = finish(command)
+    restarts = cluster.slurm("scontrol", "show", "job", job)
+    assert "Restarts=1" in restarts and "JobState=COMPLETED" in restarts, restarts
+    assert "it is queued again and resumes by itself" in output
+    assert weights_of(run_dir) == weights_of_one_machine
+    cluster.assert_nothing_left()
+
+
+def test_a_drained_node_is_left_between_two_steps_and_the_run_goes_on(
+    cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(cluster, "drained", "cluster.slurm.spare_nodes=1")
+    wait_for_step(run_dir, 2, command)
+    cluster.slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+
+    def is_left() -> bool:
+        assert command.poll() is None, command.communicate()
+        return all(host != "host-1" for host, _ in live_pids(run_dir).values())
+
+    until(is_left, "the move", timeout_s=LONGEST_S)
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    events = [record.event for record in read_events(run_dir, process="host_manager-0")]
+    assert any(isinstance(event, Alert) and "n2 is being drained" in event.message for event in events)
+    cluster.assert_nothing_left()
+
+
+REFUSED = {
+    "more nodes than there are": (("--nodes", "9"), (), "Slurm refused"),
+    "a partition that does not exist": (("--nodes", "2", "--partition", "nowhere"), (), "invalid partition"),
+    "more nodes than the partition gives to one job": (
+        ("--nodes", "2", "--partition", "small"),
+        (),
+        "PartitionNodeLimit",
+    ),
+    "a longer time than the partition gives": (
+        ("--nodes", "1", "--partition", "small"),
+        ("cluster.slurm.time_limit=600",),
+        "PartitionTimeLimit",
+    ),
+    "resources that no node has": (
+        ("--nodes", "2"),
+        ("cluster.slurm.options=[--mem=900G]",),
+        "Slurm refused",
+    ),
+    "an option that the run sets itself": (
+        ("--nodes", "2"),
+        ("cluster.slurm.options=[--no-requeue]",),
+        "cluster.slurm.options",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_job_that_can_not_start_is_refused_by_name_and_nothing_is_left(
+    cluster: SlurmCluster, what: str
+) -> None:
+    options, overrides, said = REFUSED[what]
+    run_dir = cluster.runs / what.replace(" ", "-")
+    code, output = cluster.ask(
+        "train",
+        "recipe.yaml",
+        f"run_dir={run_dir}",
+        *overrides,
+        "--on",
+        "slurm",
+        *options,
+        timeout_s=LONGEST_S,
+    )
+    assert code == 2, output
+    assert said in output, output
+    assert not run_dir.exists()
+    cluster.assert_nothing_left()
+
+
+def test_a_slurmctld_that_does_not_answer_is_told_and_nothing_is_left(cluster: SlurmCluster) -> None:
+    unreachable = cluster.conf.with_name("unreachable.conf")
+    unreachable.write_text(
+        cluster.conf.read_text().replace("SlurmctldHost=n0(10.77.0.10)", "SlurmctldHost=n9(10.77.0.99)")
+    )
+    run_dir = cluster.runs / "unreachable"
+    command = cluster.start(
+        "train", "recipe.yaml", f"run_dir={run_dir}", "--on", "slurm", SLURM_CONF=str(unreachable)
+    )
+    output, errors = command.communicate(timeout=LONGEST_S)
+    assert command.returncode != 0
+    assert "sbatch" in errors, output + errors
+    assert not run_dir.exists()
+    cluster.assert_nothing_left()
+
+
+def test_hosts_shows_the_nodes_of_the_site_and_asks_those_of_an_allocation(
+    cluster: SlurmCluster, all_idle: None
+) -> None:
+    code, output = cluster.ask("hosts", "--on", "slurm", timeout_s=LONGEST_S)
+    assert code == 0 and all(f"{node} " in output for node in cluster.nodes), output
+    kintsugi = (sys.executable, "-P", "-m", "kintsugi")
+    allocated = cluster.start("hosts", "--on", "slurm", program=("salloc", "--quiet", "--nodes=2", *kintsugi))
+    output, errors = allocated.communicate(timeout=LONGEST_S)
+    assert allocated.returncode == 0, output + errors
+    assert f"reaches {cluster.addresses['n0']} from {cluster.addresses['n2']}" in output
+    cluster.assert_nothing_left()
+
+
+def test_a_run_is_stopped_from_the_login_node_and_resumed_in_another_job(
+    cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(cluster, "stopped", nodes=2)
+    wait_for_step(run_dir, 2, command)
+    code, output = cluster.ask("stop", str(run_dir), timeout_s=LONGEST_S)
+    assert code == 0 and "asked to stop after its step" in output, output
+    finish(command)
+    summary = read_summary(run_dir)
+    assert summary is not None and summary.outcome == "stopped"
+    cluster.assert_nothing_left()
+    code, output = cluster.ask("resume", str(run_dir), "cluster.slurm.nodes=3", timeout_s=LONGEST_S)
+    assert code == 0, output
+    assert weights_of(run_dir) == weights_of_one_machine
+    cluster.assert_nothing_left()
+
+
+def test_a_job_of_a_higher_priority_takes_the_nodes_and_the_run_resumes_when_it_has_ended(
+    cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(cluster, "preempted")
+    wait_for_step(run_dir, 2, command)
+    cluster.slurm(
+        "sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 5"
+    )
+    output = finish(command)
+    assert "it is queued again and resumes by itself" in output
+    assert weights_of(run_dir) == weights_of_one_machine
+    cluster.assert_nothing_left()
+
+
+def test_the_section_about_slurm_can_be_followed_line_by_line(cluster: SlurmCluster, all_idle: None) -> None:
+    for block in blocks_of(ROOT / "docs" / "cluster.md"):
+        for command, _ in block.commands if block.attributes.get("engine") == "slurm" else ():
+            code, output = cluster.ask(*command.split()[1:], timeout_s=LONGEST_S)
+            assert code == 0, output
+    cluster.assert_nothing_left()
