@@ -21,7 +21,13 @@ from kintsugi.cluster.backends.kubernetes import manifests
 from kintsugi.cluster.backends.kubernetes.access import Access, load_access, read_kubeconfig
 from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend
 from kintsugi.cluster.backends.kubernetes.client import ApiError, Changed, Client, Expired
-from kintsugi.cluster.backends.kubernetes.manifests import Deployment, Workload, choose_workload
+from kintsugi.cluster.backends.kubernetes.manifests import (
+    Deployment,
+    Right,
+    Workload,
+    choose_workload,
+    rights,
+)
 from kintsugi.cluster.backends.kubernetes.opening import planned_objects
 from kintsugi.cluster.backends.kubernetes.pods import PodTracker
 from kintsugi.cluster.host_manager import DOUBTED_SILENT_S, HostPhase, HostRecord, decide
@@ -33,6 +39,7 @@ from kintsugi.types import Peer
 from tests.cluster.kubernetes_server import KubernetesServer
 
 HOSTS = ("host-1", "host-2")
+ROOT = Path(__file__).parents[3]
 SELECTOR = "kintsugi/run=run1"
 PODS = "/api/v1/namespaces/runs/pods"
 
@@ -318,6 +325,22 @@ def test_manifest_prints_what_would_be_created() -> None:
     assert (secret["kind"], job["kind"], job["spec"]["completions"]) == ("Secret", "Job", 4)
     with pytest.raises(ConfigError, match=r"cluster\.kubernetes\.image: expected the image of the pods"):
         planned_objects(Config(name="x", cluster=ClusterSection(on="k8s")))
+
+
+def test_the_role_that_is_shipped_has_the_rights_that_are_needed_and_no_other() -> None:
+    role = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "role.yaml").read_text())
+    given = {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+    def triples(right: Right) -> set[tuple[str, str, str]]:
+        return {(right.group, right.resource, verb) for verb in right.verbs}
+
+    assert given == {each for workload in Workload for right in rights(workload) for each in triples(right)}
 
 
 # Access.
