@@ -146,6 +146,9 @@ _RULES: dict[str, Rule] = {
     "cluster.spares": _NOT_NEGATIVE,
     "cluster.spare_hosts": _NOT_NEGATIVE,
     "cluster.away_s": _POSITIVE,
+    "cluster.slurm.nodes": _POSITIVE,
+    "cluster.slurm.spare_nodes": _NOT_NEGATIVE,
+    "cluster.slurm.stop_before_s": _POSITIVE,
     "cluster.bandwidth.samples": _POSITIVE,
     "cluster.bandwidth.copies": _POSITIVE,
 }
