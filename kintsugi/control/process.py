@@ -240,7 +240,7 @@ class MasterShell:
             if may_wait and self._master.phase is not Phase.COLLECTING:
                 continue
             member = self._master.state.members.members.get(notice.agent)
-            if member is not None and notice.first <= int(member.incarnation) <= notice.last:
+            if member is not None and notice.covers(member.incarnation):
                 self._feed(
                     Suspected(
                         notice.agent,

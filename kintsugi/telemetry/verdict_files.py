@@ -40,6 +40,10 @@ class HostNotice(msgspec.Struct, frozen=True):
     leaves: bool = False
     """It still runs, and its processes are to be moved before its machine is taken away."""
 
+    def covers(self, incarnation: str) -> bool:
+        """Whether this incarnation of the agent belongs to the ticket that the notice is about."""
+        return incarnation.isdecimal() and self.first <= int(incarnation) <= self.last
+
 
 def hand_over(run_dir: Path, verdict: DiagnosisVerdict) -> None:
     """Write a verdict to the folder that the master polls five times a second. Raises OSError of the disk."""

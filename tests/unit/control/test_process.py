@@ -45,6 +45,7 @@ from kintsugi.runtime.waits import wait
 from kintsugi.simulation.replay import replay
 from kintsugi.telemetry.events import Alert, Note, read_events
 from kintsugi.telemetry.process_reports import read_processes
+from kintsugi.telemetry.verdict_files import HostNotice, give_notice
 from kintsugi.transport import Endpoint, PendingReply, new_key_pair
 from kintsugi.types import Peer, Role, Ticket
 from tests.unit.control.driven import scored
@@ -521,6 +522,21 @@ def test_what_the_watch_suspects_is_an_input_like_any_other_and_a_recorded_run_g
     assert msgspec.structs.replace(event, time=0.0) == gone and event.time > 0.0
     again, journaled = replay(begun.run_dir)
     assert again == journaled and any(isinstance(fact, ProcessLost) for fact in journaled)
+
+
+def test_a_host_is_lost_at_once_when_the_host_manager_is_certain(begun: Run) -> None:
+    begun.ask(begun.register())
+    begun.shell._detector = OneSuspicion(Suspected("agent-0", "a", "its node is down", "host", certain=True))
+    begun.turn_until(lambda: not begun.shell._master.state.members.is_live("agent-0"))
+    faults = [fact.fault for fact in read_facts(begun.run_dir / "journal") if isinstance(fact, ProcessLost)]
+    assert any(fault.kind == "HostLost" and "its node is down" in fault.message for fault in faults)
+
+
+def test_a_notice_about_another_agent_of_a_host_is_dropped(begun: Run) -> None:
+    begun.ask(begun.register())
+    path = give_notice(begun.run_dir, HostNotice("agent-0", 10_000, 19_999, "an earlier ticket"))
+    begun.turn_until(lambda: not path.exists())
+    assert begun.shell._master.state.members.is_live("agent-0")
 
 
 def test_time_that_leads_to_nothing_is_an_input_too(begun: Run) -> None:

@@ -15,12 +15,13 @@ import zmq
 
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.protocol.membership import Ok, Ping
+from kintsugi.runtime.waits import wait
 from kintsugi.simulation.virtual_clock import VirtualClock
 from kintsugi.transport import Delivery, Endpoint, PendingReply, endpoint
 from kintsugi.transport.endpoint import BLOCKED_S
 from kintsugi.transport.sockets import UNACKNOWLEDGED_S
 from kintsugi.types import Peer
-from tests.unit.transport.harness import ask, introduce, pump
+from tests.unit.transport.harness import ask, introduce, make_endpoint, pump
 
 MakeEndpoint = Callable[..., Endpoint]
 _TCP_USER_TIMEOUT = 18
@@ -234,3 +235,19 @@ def connected_to(end: socket.socket) -> int | None:
     with suppress(OSError):
         return int(end.getpeername()[1])
     return None
+
+
+def test_the_end_of_a_caller_is_a_closed_connection_and_its_silence_is_none(
+    make: Callable[..., Endpoint],
+) -> None:
+    manager, caller = make("host_manager-0"), make_endpoint("supervisor-1")
+    introduce(manager, caller)
+    assert manager.closed_connections() == 0
+    assert ask(caller, manager, Ping()).body == Ok()
+    assert manager.closed_connections() == 0
+    caller.close()
+    closed = wait(
+        lambda _: manager.closed_connections() or None, whom="the kernel", what="the close", timeout_s=10.0
+    )
+    assert closed == 1
+    assert manager.closed_connections() == 0
