@@ -79,7 +79,8 @@ def list_tokens(
 
     from kintsugi.runtime.clock import SYSTEM_CLOCK
 
-    tokens = _token_file(file).all()
+    token_file = _token_file(file)
+    tokens = token_file.all()
     if json:
         values = [{**msgspec.to_builtins(each), "digest": None} for each in tokens]
         shown = [{key: value for key, value in each.items() if key != "digest"} for each in values]
@@ -94,7 +95,7 @@ def list_tokens(
         )
         say(f"{each.name}: {each.role}, runs {', '.join(each.runs)}{state}")
     if not tokens:
-        say("no tokens")
+        say("no tokens" if token_file.path.exists() else f"no tokens: {token_file.path} does not exist")
 
 
 @token.command()

@@ -22,6 +22,7 @@ import typer
 from kintsugi.cli.output import say
 
 if TYPE_CHECKING:
+    from kintsugi.access.tokens import TokenFile
     from kintsugi.page.access import SessionAccess
     from kintsugi.page.catalog import RunCatalog
 
@@ -82,7 +83,9 @@ def page(
         else:
             catalog = RunCatalog.of(run if run is not None else "runs")
         listener = stack.enter_context(_listening(host, port))
-        gate = Gate(TokenFile(default_token_file()))
+        tokens = TokenFile(default_token_file())
+        _warn_of_unusable(tokens)
+        gate = Gate(tokens)
         needs_token = not (no_token or (demo and is_loopback(host)))  # The demo has nothing of this machine.
         access = TokenAccess(gate, needs_token=needs_token, may_act=operate)
         address = address_of(listener, host=host)
@@ -92,6 +95,16 @@ def page(
             token = access.operator_token or access.viewer_token
             _open_browser(with_token(address, token), stack=stack)
         _serve(catalog, access, listener=listener, host=host, demo=demo)
+
+
+def _warn_of_unusable(tokens: TokenFile) -> None:
+    """Say why no named token will be accepted; the page's own token still is."""
+    from kintsugi.errors import KintsugiError
+
+    try:
+        tokens.all()
+    except KintsugiError as error:
+        say(f"warning: named tokens are refused: {error}", err=True)
 
 
 def _greeting(catalog: RunCatalog, access: SessionAccess, *, address: str) -> list[str]:

@@ -10,6 +10,7 @@ from kintsugi.access.gate import Gate, local_caller
 from kintsugi.access.roles import Action
 from kintsugi.access.tokens import TokenFile, default_token_file
 from kintsugi.cli.access import expiry, record_locally
+from kintsugi.cli.page import _warn_of_unusable
 from kintsugi.errors import UserError
 from kintsugi.run_folder.layout import RunFolder
 from tests.unit.cli.test_main import Kintsugi, kintsugi
@@ -49,6 +50,25 @@ def test_a_token_is_printed_once_listed_without_secret_and_revoked(kintsugi: Kin
     audited = kintsugi("audit").output
     assert "add token ada: operator, runs grpo-*: accepted" in audited
     assert "revoke token ada: operator: accepted" in audited
+
+
+def test_a_token_file_that_is_misspelt_is_named(kintsugi: Kintsugi) -> None:
+    assert (
+        kintsugi("token", "list", "--file", "tokns.json").output == "no tokens: tokns.json does not exist\n"
+    )
+
+
+def test_a_page_says_that_it_accepts_no_token_of_a_file_that_others_can_read(
+    kintsugi: Kintsugi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kintsugi("token", "add", "ada")
+    tokens = TokenFile(default_token_file())
+    _warn_of_unusable(tokens)
+    assert capsys.readouterr().err == ""
+    tokens.path.chmod(0o644)
+    _warn_of_unusable(tokens)
+    said = capsys.readouterr().err
+    assert said.startswith("warning: named tokens are refused: ") and "others can read it" in said
 
 
 def test_a_token_file_that_others_can_read_is_refused_by_every_command(kintsugi: Kintsugi) -> None:
