@@ -36,10 +36,10 @@ def print_closing(console: Console, summary: Summary, *, config: Config, folder:
     if summary.incidents:
         see = f"{program()} incidents {folder}"
         text = printable(f"incidents: {incidents_text(summary)}; details: {see}")
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
     for line in learning_lines(folder):
         text = printable(f"learning: {line}; details: {program()} diagnose {folder} --learning")
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
     console.print("try next:", highlight=False)
     for command in suggestions(summary, config=config, folder=folder):
         console.print(printable(f"  {command}"), highlight=False, markup=False, soft_wrap=True)

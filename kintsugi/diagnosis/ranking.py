@@ -108,7 +108,8 @@ ADVICE: dict[FaultKind, str] = {
     _K.MEMORY: "Find what grows; raise its limit or give it less to do.",
     _K.DESCRIPTORS: "Find what it opens and does not close (ls -l /proc/PID/fd), or raise its limit (ulimit -n).",
     _K.DEVICE_MEMORY: "Give the device less to hold (micro-batches, KV blocks), or move other processes off it.",
-    _K.DEVICE: "Look at the accelerator (clocks, heat, memory errors); start the process on another one.",
+    _K.DEVICE: "Look at the accelerator (clocks, heat, memory errors), or without one at what else uses its "
+    "CPUs; start it elsewhere.",
     _K.DISK_FULL: "Free space on the disk of the run folder; refused writes are repeated automatically.",
     _K.DISK_SLOW: "Find what else writes to that disk, or move the run folder to another one.",
     _K.DISK_ERROR: "Look at the host's kernel log: the disk refuses writes for another reason than space.",

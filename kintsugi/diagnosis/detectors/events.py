@@ -276,11 +276,11 @@ def _mute_s(
     bundle: EvidenceBundle, activities: ProcessActivities, process: str, begin: float, end: float
 ) -> float:
     """Return how long a process may be silent: longer in a transient activity, and in a call that visibly computes,
-    reads or writes, which may hold the interpreter all the time."""
+    reads or writes, or would compute if it got a CPU: such a call may hold the interpreter all the time."""
     tracks = bundle.processes[process]
     busy = [
         max(
-            cpu,
+            cpu + (tracks["run_delay"].at(time) or 0.0),
             COMPUTES
             if (tracks["read"].at(time) or 0.0) + (tracks["written"].at(time) or 0.0) > MOVES
             else 0.0,

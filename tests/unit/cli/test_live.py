@@ -371,6 +371,20 @@ def test_the_closing_says_how_many_incidents_were_resolved_and_how_to_see_them()
     assert "1 recovered, 1 unresolved, 1.2 s lost" in text
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_findings_of_the_closing_are_broken_between_words(tmp_path: Path, width: int) -> None:
+    write_findings(tmp_path, LearningKind.EQUAL_REWARDS)
+    output = io.StringIO()
+    screen = Console(file=output, force_terminal=True, width=width)
+    print_closing(screen, SUMMARY, config=CONFIG, folder=tmp_path)
+    _, _, after = output.getvalue().partition("learning: ")
+    finding, _, _ = after.partition("try next:")
+    words = finding.split()
+    assert all(word in words for word in ("rewards;", "details:", "diagnose", "--learning"))
+    *lines, _ = finding.splitlines()
+    assert all(len(line) <= width for line in lines if " " in line)
+
+
 def test_a_run_that_did_not_finish_can_be_resumed() -> None:
     unfinished = msgspec.structs.replace(
         SUMMARY, outcome="stopped", eval_accuracy_after=None, reward_last=None

@@ -436,6 +436,15 @@ def test_one_that_computes_in_one_long_call_does_not_hang_until_it_has_taken_far
     assert named(run.play(3)) == [("model-1", "hung")]
 
 
+def test_one_that_gets_no_cpu_for_its_long_call_does_not_hang() -> None:
+    """Observed on two cores with a load of 15: a master that handled 8,000 samples was called hung."""
+    run = HealthyRun().play(30)
+    run.silent.add("master-0")
+    run.states["master-0"] = "R"
+    run.changes["master-0"] = lambda now, rates: rates.update(cpu_s=0.19, run_delay_s=0.75)
+    assert ("master-0", "hung") not in named(run.play(8))
+
+
 @pytest.mark.parametrize("status", [-9, None], ids=["its parent took over", "another process took over"])
 def test_a_killed_launcher_is_named_while_the_run_goes_on_under_its_successor(status: int | None) -> None:
     run = HealthyRun().play(30)
