@@ -309,6 +309,12 @@ class ActorSection(_Section, frozen=True):
     25 times less memory per token for a third more computation. For long sequences and large models."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the forward and backward pass. Master weights are float32."""
+    framework: Literal["torch", "mindspore"] = "torch"
+    """Training framework of the model workers. MindSpore trains SFT and the algorithms that compare the samples of a
+    prompt, in float32; its workers need an interpreter of their own (`python`)."""
+    python: str | None = None
+    """Interpreter of the model workers, where they need another environment than the rest of the run: `make
+    setup-mindspore` makes `.venv-mindspore/bin/python`. Default: the interpreter of the run."""
 
     @property
     def num_shards(self) -> int:
