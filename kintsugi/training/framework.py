@@ -107,7 +107,7 @@ def open_framework(config: Config, bootstrap: Bootstrap) -> Framework:
     if config.actor.framework == "mindspore":
         from kintsugi.training.mindspore.framework import MindSporeFramework
 
-        return MindSporeFramework.open(config, process=bootstrap.process)
+        return MindSporeFramework.open()
     from kintsugi.training.torch_framework import TorchFramework
 
     return TorchFramework.open(config, process=bootstrap.process, broken=bootstrap.broken_chips)
