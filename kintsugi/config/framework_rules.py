@@ -67,13 +67,18 @@ def framework_problems(config: Config, stages: Sequence[Stage]) -> Iterator[Prob
     if config.actor.recompute:
         yield "actor.recompute", "false: the MindSpore adapter keeps all activations"
     if config.weights.transport == "collective":
-        yield "weights.transport", "another one: MindSpore ranks and torch servers share no collective library"
+        yield (
+            "weights.transport",
+            "another one: MindSpore ranks and torch servers share no collective library",
+        )
 
 
 def interpreter_problems(config: Config, found: Interpreter) -> Iterator[Problem]:
     """Yield why the model workers could not run under this interpreter."""
     name = config.actor.framework
-    how = "`make setup-mindspore` makes one" if name == "mindspore" else f"`{found.path} -m pip install {name}`"
+    how = (
+        "`make setup-mindspore` makes one" if name == "mindspore" else f"`{found.path} -m pip install {name}`"
+    )
     if found.why_unusable:
         yield "actor.python", f"an interpreter with {name} at {found.path} ({how}); {found.why_unusable}"
         return

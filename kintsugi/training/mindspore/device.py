@@ -59,16 +59,16 @@ class CpuRuntime:
         mindspore.set_context(mode=mindspore.PYNATIVE_MODE, pynative_synchronize=True)
 
     def stop(self) -> None:
-        mindspore.runtime.synchronize()
+        """Do nothing: without the pipeline, work has ended when its call returns."""
 
     def reset_snapshot_state(self) -> None:
-        pass
+        """Do nothing: a CPU has no copy to the host under way."""
 
     def finalize_communication(self) -> None:
         """Do nothing: gradients go through `HostGroup`, because MindSpore's CPU groups can not be rebuilt."""
 
     def reset(self) -> None:
-        mindspore.runtime.synchronize()
+        """Do nothing to the CPU; the rank drops its tensors (`MindSporeState.lose_device_memory`)."""
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
         return Tensor.from_numpy(array)
