@@ -6,6 +6,7 @@ device when they are next used; on CPUs they are the same memory.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class MindSporeState(RankState):
         model, companions = plan_architecture(config), plan_companions(config)
         layout = lay_out(parameter_shapes(model), companions)
         super().__init__(
-            np.zeros(layout.size, dtype=np.float32),
+            page_aligned(layout.size),
             layout=layout,
             config=model,
             companions=companions,
@@ -146,7 +147,7 @@ class MindSporeState(RankState):
         self._parameters = None
 
     def _new_reference(self) -> Floats:
-        return np.empty(self._reference_part.size, dtype=np.float32)
+        return page_aligned(self._reference_part.size)
 
     def _move_reference(self, step: int) -> None:
         stage = self.stage
@@ -168,6 +169,12 @@ class MindSporeState(RankState):
     def _become(self, counters: CopyCounters, *, digest: str, stage: Stage | None, reference: Any) -> None:
         super()._become(counters, digest=digest, stage=stage, reference=reference)
         self._is_lost = False
+
+
+def page_aligned(count: int) -> Floats:
+    """Zeros that begin at a page. The bits of a product depend on the alignment of its operands, which tensors share
+    with these: it must be the same in every process."""
+    return np.frombuffer(mmap.mmap(-1, max(1, count) * 4), dtype=np.float32)[:count]
 
 
 def adamw(
