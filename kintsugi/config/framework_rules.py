@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi import __version__
+import kintsugi
 from kintsugi.config.schema import COMPARE_SAMPLES, Config
 from kintsugi.config.stages import Stage
 
@@ -90,9 +90,12 @@ def interpreter_problems(config: Config, found: Interpreter) -> Iterator[Problem
             "actor.python",
             f"an interpreter with mindspore {MINDSPORE_VERSION}, {found.path} has {versions[name]}",
         )
-    if versions.get("kintsugi") != __version__:
+    if versions.get("kintsugi") != kintsugi.__version__:
         other = versions.get("kintsugi") or "none"
-        yield "actor.python", f"an interpreter with kintsugi {__version__} ({how}), {found.path} has {other}"
+        yield (
+            "actor.python",
+            f"an interpreter with kintsugi {kintsugi.__version__} ({how}), {found.path} has {other}",
+        )
 
 
 def inspect_interpreter(path: str, *, framework: str) -> Interpreter:
