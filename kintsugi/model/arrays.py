@@ -6,26 +6,11 @@ its tensors is given.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
-
-class Array(Protocol):
-    """What a torch tensor and a numpy array have in common. `str` of the dtype is "torch.float32" or "float32"."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> Any: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def reshape(self, *shape: Any) -> Any: ...
-
-    def __getitem__(self, index: Any, /) -> Any: ...
-
-    def __setitem__(self, index: Any, value: Any, /) -> None: ...
+Array = Any
+"""A tensor of torch or a numpy array. They share shape, dtype, nbytes, reshape and indices; the types of both libraries
+have no supertype that says so. `str` of the dtype is "torch.float32" or "float32"."""
 
 
 def dtype_name(array: Array) -> str:

@@ -29,7 +29,7 @@ from kintsugi.errors import DeadlineExceeded, GroupBroken, GroupFailed
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.waits import wait
 from kintsugi.training.group import Interruption
-from kintsugi.transport import chunks, new_key_pair
+from kintsugi.transport import new_key_pair
 from kintsugi.transport.sockets import milliseconds, open_dealer, open_router
 from kintsugi.transport.store import StoreClient, StoreUnavailable, split_address
 from kintsugi.types import Peer
@@ -39,6 +39,8 @@ POLL_S = 0.01
 """Interval of looks for an interruption while a collective waits."""
 STORE_ANSWERS_S = 1.0
 CONNECT_S = 1.0
+FRAME_BYTES = 8 << 20
+"""Arrays travel in frames of at most this size, which is below the limit of a socket (`LARGEST_FRAME_BYTES`)."""
 
 T = TypeVar("T")
 
@@ -197,8 +199,8 @@ class _Connections:
 
     def send(self, rank: int, header: _Header, part: NDArray[Any]) -> None:
         """Send an array to a rank; it may change as soon as this returns."""
-        content = memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
-        frames = [msgspec.msgpack.encode(header), *(bytes(frame) for frame in chunks(content))]
+        content = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+        frames = [msgspec.msgpack.encode(header), *_frames(content)]
         self._dealers[rank].send_multipart(frames, zmq.NOBLOCK)
 
     def receive(self, timeout_s: float) -> None:
@@ -218,6 +220,10 @@ class _Connections:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+
+def _frames(content: memoryview) -> list[bytes]:
+    return [bytes(content[start : start + FRAME_BYTES]) for start in range(0, len(content), FRAME_BYTES)]
 
 
 def join_host_group(

@@ -80,7 +80,7 @@ def normal(count: int, *, seed: int) -> NDArray[np.float32]:
     """Standard normal numbers: those of `torch.empty(count).normal_()` with a CPU generator of this seed."""
     assert count >= _GROUP, f"torch draws fewer than {_GROUP} numbers in another way"
     twister = np.random.MT19937()
-    twister._legacy_seeding(seed & 0xFFFFFFFF)  # type: ignore[attr-defined]
+    twister._legacy_seeding(seed & 0xFFFFFFFF)
     whole = count // _GROUP * _GROUP
     drawn = count + (_GROUP if whole < count else 0)
     uniform = (twister.random_raw(drawn) & 0xFFFFFF).astype(np.float32) * np.float32(2**-24)

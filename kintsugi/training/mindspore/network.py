@@ -81,9 +81,19 @@ def token_logprobs(
     output = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
     logits = _linear(hidden, parameters[output]) / temperature
     logits = logits - ops.stop_gradient(mint.amax(logits, -1, True))
-    log_distribution = logits - mint.log(mint.sum(mint.exp(logits), -1, True))
+    log_distribution = logits - _log_of_sum(mint.exp(logits))
     logprobs = ops.gather_elements(log_distribution, 1, shared.targets).reshape(-1)
     return logprobs, -mint.sum(mint.exp(log_distribution) * log_distribution, -1)
+
+
+def _log_of_sum(exponentials: Tensor) -> Tensor:
+    """Logarithm of the sum over the last axis, of which one element is 1.
+
+    Not by `log`: MindSpore's CPU kernel computes it in vectors of several elements but those after the last whole
+    vector of a thread one by one, with other last bits, and which elements a thread gets changes after the first five
+    executions of a shape, and then by measured times. `log1p` computes every element alike.
+    """
+    return mint.log1p(mint.sum(exponentials, -1, True) - 1.0)
 
 
 def _hidden(parameters: Parameters, shared: PackedPass, config: ModelConfig) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -55,14 +56,14 @@ def main(given: Path, weights: Path, output: Path) -> None:
     state.begin_update()
     state.update(contribution.gradient)
     assert "torch" not in sys.modules
-    np.savez(
-        output,
-        loss=found.loss,
-        logprobs=logprobs,
-        sums=[found.sums[name] for name in sorted(found.sums)],
+    arrays: dict[str, Any] = {
+        "loss": found.loss,
+        "logprobs": logprobs,
+        "sums": [found.sums[name] for name in sorted(found.sums)],
         **{f"gradient/{name}": gradient for name, gradient in found.gradients.items()},
         **{f"updated/{name}": view for name, view in state._layout.actor.views(state._weights).items()},
-    )
+    }
+    np.savez(output, **arrays)
 
 
 if __name__ == "__main__":
