@@ -28,12 +28,13 @@ SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux 
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help setup setup-test setup-mindspore system-packages demo test test-fast test-hosts test-extras lint docs wheel bench trl-losses clean
+.PHONY: help setup setup-test setup-mindspore system-packages demo test test-fast test-hosts test-mindspore test-extras lint docs wheel bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
 	@echo "make test       set up, then linters, type checker and the whole test suite, 15 minutes"
 	@echo "make test-fast  the tests without the slow ones, 3 minutes"
+	@echo "make test-mindspore  MindSpore ranks against torch, and their recovery, after make setup-mindspore"
 	@echo "make test-extras  trackers and notebooks with their real libraries, in an environment of their own, 3 minutes"
 	@echo "make docs       the documentation site, into site/"
 	@echo "make wheel      the wheel, into dist/"
@@ -69,8 +70,8 @@ setup-mindspore: $(SETUP_MINDSPORE)
 # Only what a rank imports is installed, without torch; kintsugi itself therefore without its dependencies.
 $(SETUP_MINDSPORE): pyproject.toml constraints-mindspore.txt
 	$(PYTHON) -m venv .venv-mindspore
-	.venv-mindspore/bin/python -m pip --disable-pip-version-check --quiet install -c constraints-mindspore.txt mindspore numpy pyzmq msgspec safetensors xxhash psutil pyyaml tokenizers jinja2 setuptools
-	.venv-mindspore/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation -e .
+	.venv-mindspore/bin/python -m pip --disable-pip-version-check --quiet install -c constraints-mindspore.txt mindspore numpy pyzmq msgspec cryptography safetensors xxhash psutil pyyaml tokenizers jinja2
+	.venv-mindspore/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -e .
 	@touch $@
 
 demo: $(SETUP)
@@ -91,16 +92,20 @@ system-packages:
 	fi
 
 test: system-packages lint
-	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "not gpu"
-	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu and not hosts"
+	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "not gpu and not mindspore"
+	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu and not hosts and not mindspore"
 
 test-fast: system-packages $(SETUP_TEST)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
-	$(BIN)/python -m pytest $(ALONE) -m "not slow and not gpu and not hosts"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not mindspore"
+	$(BIN)/python -m pytest $(ALONE) -m "not slow and not gpu and not hosts and not mindspore"
 
 # Runs over ssh on hosts in namespaces of this machine (root): losses of hosts, links and launchers, refusals.
 test-hosts: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_ssh_hosts.py
+
+# Real runs with MindSpore ranks, and its losses beside those of torch; without MindSpore these tests are skipped by name.
+test-mindspore: $(SETUP_TEST) $(SETUP_MINDSPORE)
+	$(BIN)/python -m pytest $(SLOWEST) -m mindspore tests/unit/training tests/cluster/test_mindspore.py
 
 # Libraries that are too many for the environment of the tests; without them tests/extras is skipped by name.
 test-extras: $(SETUP_EXTRAS)
