@@ -69,6 +69,7 @@ def operations_of(run_dir: Path, process: str) -> list[str]:
 
 
 @needs_mindspore
+@pytest.mark.mindspore
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -96,6 +97,7 @@ def test_a_fault_leaves_the_weights_of_the_undisturbed_run(
 
 
 @needs_mindspore
+@pytest.mark.mindspore
 @pytest.mark.slow
 def test_a_healthy_rank_carries_out_the_operations_of_the_diagram_without_a_rollback(
     runs: Mapping[str, Run | BaseException],

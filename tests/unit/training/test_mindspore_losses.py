@@ -40,6 +40,7 @@ ALGORITHMS = {
 
 
 @needs_mindspore
+@pytest.mark.mindspore
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "family"),
