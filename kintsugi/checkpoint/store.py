@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import xxhash
@@ -42,6 +42,7 @@ from kintsugi.checkpoint.manifest import (
     encode_manifest,
 )
 from kintsugi.errors import DataDamaged, RefusedError, StorageError
+from kintsugi.model.arrays import Array, flat_bytes, from_buffer
 from kintsugi.model.tensor_file import (
     PIECE_BYTES,
     FileContent,
@@ -51,9 +52,6 @@ from kintsugi.model.tensor_file import (
     places_of,
 )
 from kintsugi.runtime.disk import SYSTEM_DISK, Disk, File, storage_errors
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 STATE_FILE = "trainer.safetensors"
 EXTRA_FILE = "trainer.json"
@@ -102,7 +100,7 @@ def save_checkpoint(
     *,
     step: int,
     stage: str,
-    state: Mapping[str, Tensor],
+    state: Mapping[str, Array],
     extra: Mapping[str, Any],
     model_files: Iterable[tuple[str, FileContent]],
     keep: int,
@@ -185,24 +183,22 @@ class CheckpointState:
             place.name: place for place in _tensor_places(path, contents=contents, disk=disk)
         }
 
-    def read(self, into: Mapping[str, Tensor]) -> None:
+    def read(self, into: Mapping[str, Array]) -> None:
         """Fill contiguous tensors of the same names, dtypes and shapes; StorageError if the file is damaged, after
         which their contents are undefined."""
-        import torch
-
         assert into.keys() == self.places.keys(), "the caller has compared the names"
         ahead = deque(sorted(self.places.values(), key=lambda place: place.offset))
-        targets = {name: tensor.detach().view(-1).view(torch.uint8) for name, tensor in into.items()}
+        targets = {name: flat_bytes(array) for name, array in into.items()}
         pieces = _read_verified(
             self._path, STATE_FILE, contents=self._contents, disk=self._disk, on_bytes=self._on_bytes
         )
         for offset, piece in pieces:
-            source, end = torch.frombuffer(piece, dtype=torch.uint8), offset + len(piece)
+            end = offset + len(piece)
             while ahead and ahead[0].offset < end:
                 place = ahead[0]
                 start, stop = max(place.offset, offset), min(place.offset + place.size, end)
                 target = targets[place.name][start - place.offset : stop - place.offset]
-                target.copy_(source[start - offset : stop - offset])
+                target[...] = from_buffer(piece[start - offset : stop - offset], like=target)
                 if stop < place.offset + place.size:
                     break
                 ahead.popleft()
@@ -279,7 +275,7 @@ def _alone(folder: Path, *, disk: Disk) -> Iterator[None]:
 
 
 def _trainer_files(
-    *, step: int, stage: str, state: Mapping[str, Tensor], extra: Mapping[str, Any]
+    *, step: int, stage: str, state: Mapping[str, Array], extra: Mapping[str, Any]
 ) -> Iterator[tuple[str, FileContent]]:
     yield STATE_FILE, TensorFile(state)
     yield EXTRA_FILE, msgspec.json.format(msgspec.json.encode(_Extra(step, stage, dict(extra))))

@@ -335,8 +335,14 @@ class Agent:
         self._master = self._start(bootstrap, placement=Placement(), request=None)
 
     def _start(self, bootstrap: Bootstrap, *, placement: Placement, request: Delivery | None) -> ChildProcess:
-        program = self._handover.programs.entries[bootstrap.role]
-        start = StartOrder(program=program, placement=placement, bootstrap=bootstrap, report=-1)
+        programs = self._handover.programs
+        start = StartOrder(
+            program=programs.entries[bootstrap.role],
+            placement=placement,
+            bootstrap=bootstrap,
+            report=-1,
+            python=programs.interpreters.get(bootstrap.role, ""),
+        )
         child = self._children[bootstrap.process] = ChildProcess.ordered(start, request=request)
         self._factory.start_child(child)
         return child

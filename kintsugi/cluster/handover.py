@@ -25,6 +25,9 @@ class Programs(msgspec.Struct, frozen=True):
     one of these. Once the fork server is ready, processes of every role are forked from it."""
     prepare: str = "kintsugi.cluster.spawn:unprepared"
     """Program that prepares a spare: it initialises the device, which the fork server must not do."""
+    interpreters: dict[Role, str] = {}
+    """Role → Python interpreter of its processes, where it is another one. They are always executed: a fork server and
+    its spares are of this interpreter."""
     probe: str = ""
     """`module:function` that returns an `AcceleratorProbe`, or None; empty: accelerators are not monitored."""
 
@@ -39,7 +42,11 @@ _ENTRIES: dict[Role, str] = {
 
 PROGRAMS = Programs(
     entries=_ENTRIES,
-    preload=("torch", *(entry.partition(":")[0] for entry in _ENTRIES.values())),
+    preload=(
+        "torch",
+        *(entry.partition(":")[0] for entry in _ENTRIES.values()),
+        "kintsugi.training.torch_framework",
+    ),
     forked=(Role.MODEL, Role.SERVER),
     prepare="kintsugi.model.device:prepare",
     probe="kintsugi.cluster.accelerators:nvml_probe",

@@ -367,6 +367,9 @@ class Launcher:
     ) -> None:
         """Create all keys and pipes; agent 0 also gets the master's bootstrap. `hosts` are those of this machine; those
         after them join through the host manager."""
+        if config.actor.interpreter is not None:
+            interpreters = {**programs.interpreters, Role.MODEL: config.actor.interpreter}
+            programs = msgspec.structs.replace(programs, interpreters=interpreters)
         job = uuid4().hex[:12]
         host, port = listener.getsockname()[:2]
         names = [place.name for place in hosts]

@@ -162,12 +162,13 @@ class ProcessFactory:
         return self._spares if role_of(child.process) is Role.SPARE else self._parent
 
     def _take_spare(self, child: ChildProcess) -> bool:
-        """Use a spare, if one is prepared and the order sets no environment, which libraries have read already."""
+        """Use a spare, if one is prepared and the order sets neither an environment, which libraries have read already,
+        nor another interpreter."""
         assert child.start is not None
         role = role_of(child.process)
         if role is not Role.SPARE:
             self._spares.postpone()
-        if role in self._programs.forked and not child.start.placement.environment:
+        if role in self._programs.forked and not (child.start.placement.environment or child.start.python):
             child.handle = self._spares.take(child.start)
         return child.handle is not None
 
@@ -193,6 +194,8 @@ class ProcessFactory:
         role = role_of(child.process)
         if role is Role.MASTER and self._fork_server is not None and self._fork_server.is_adopted:
             # Its status is the run's exit code, so it has to be a child of this agent.
+            return False
+        if child.start.python:
             return False
         awaits_fork_server = role in self._programs.forked or role is Role.SPARE
         return (awaits_fork_server or self._fork_server_ready) and not child.start.placement.environment

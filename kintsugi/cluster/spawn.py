@@ -57,6 +57,8 @@ class StartOrder(msgspec.Struct, frozen=True):
     bootstrap: Bootstrap
     report: int
     """Write end of the pipe on which the child reports the result of its start."""
+    python: str = ""
+    """Interpreter of the child; empty for that of this process."""
     orders: int = -1
     """For a spare: the socket on which it reports that it is prepared and receives its order."""
 
@@ -107,10 +109,11 @@ def execute(
     placement: Placement,
     pass_fds: tuple[int, ...],
     before_exec: Callable[[], None] | None = None,
+    python: str = "",
 ) -> Child:
     """Start `python -m …` in a session of its own, so that the terminal's Ctrl-C does not reach it."""
     return processes.spawn(
-        [sys.executable, "-P", "-m", *arguments],
+        [python or sys.executable, "-P", "-m", *arguments],
         pass_fds=pass_fds,
         environment=child_environment(os.environ, placement),
         before_exec=before_exec,
@@ -128,6 +131,7 @@ def spawn(processes: Processes, start: StartOrder) -> Child:
             ["kintsugi.cluster.spawn", process, str(handed_over)],
             placement=start.placement,
             pass_fds=(handed_over, *start.descriptors),
+            python=start.python,
         )
     except OSError as error:
         detail = EndedByError(type(error).__name__, start_shortage(error))

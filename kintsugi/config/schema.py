@@ -7,6 +7,8 @@ cluster. Values that the program can measure are not settings. `config/recipe.py
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import msgspec
@@ -281,6 +283,10 @@ CPU_BLOCK_TOKENS = 2048
 """Tokens per forward pass of a deterministic run on CPUs. A constant, because another value gives other bits."""
 
 
+MINDSPORE_ENVIRONMENT = ".venv-mindspore"
+"""Folder of the environment that `make setup-mindspore` makes, beside that of the run."""
+
+
 class ActorSection(_Section, frozen=True):
     """The trained model, its optimizer, and the model workers."""
 
@@ -309,6 +315,22 @@ class ActorSection(_Section, frozen=True):
     25 times less memory per token for a third more computation. For long sequences and large models."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the forward and backward pass. Master weights are float32."""
+    framework: Literal["torch", "mindspore"] = "torch"
+    """Training framework of the model workers. MindSpore trains SFT and the algorithms that compare the samples of a
+    prompt, in float32; its workers need an interpreter of their own (`python`)."""
+    python: str | None = None
+    """Interpreter of the model workers, where they need another environment than the rest of the run. Default: the
+    interpreter of the run or, for MindSpore, that of `make setup-mindspore` (`.venv-mindspore` beside the environment
+    of the run)."""
+
+    @property
+    def interpreter(self) -> str | None:
+        """Interpreter of the model workers; None for that of the run."""
+        if self.python is not None:
+            return str(Path(self.python).expanduser().absolute())
+        if self.framework == "mindspore":
+            return str(Path(sys.prefix).parent / MINDSPORE_ENVIRONMENT / "bin" / "python")
+        return None
 
     @property
     def num_shards(self) -> int:

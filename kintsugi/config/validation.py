@@ -16,6 +16,7 @@ import msgspec
 
 from kintsugi.config.algorithm_rules import algorithm_problems
 from kintsugi.config.data_rules import Lengths, data_problems
+from kintsugi.config.framework_rules import framework_problems, inspect_interpreter, interpreter_problems
 from kintsugi.config.recipe import DEFAULT, fields_of, named_origin, shown
 from kintsugi.config.schema import LEARN_PAIRS, Config, LoggingSection
 from kintsugi.config.stages import Stage, has_servers, stages
@@ -186,6 +187,16 @@ def _check_algorithm(run: _Candidate) -> None:
         field = "warmup.warmup_steps" if stage.name == "warmup" else "actor.warmup_steps"
         if stage.actor.warmup_steps > stage.num_updates:
             raise run.error(field, f"at most the stage's {stage.num_updates} optimizer updates")
+
+
+def _check_framework(run: _Candidate) -> None:
+    for field, expected in framework_problems(run.config, run.stages):
+        raise run.error(field, expected)
+    path = run.config.actor.interpreter
+    if path is not None:
+        found = inspect_interpreter(path, framework=run.config.actor.framework)
+        for field, expected in interpreter_problems(run.config, found):
+            raise run.error(field, expected)
 
 
 def _check_sampling(run: _Candidate) -> None:
@@ -428,6 +439,7 @@ _CHECKS: tuple[Callable[[_Candidate], None], ...] = (
     _check_name,
     _check_run_folder,
     _check_algorithm,
+    _check_framework,
     _check_sampling,
     _check_division,
     _check_asynchrony,

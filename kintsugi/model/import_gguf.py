@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from kintsugi.errors import ModelError
-from kintsugi.model import huggingface
+from kintsugi.model import folder_files, huggingface
 from kintsugi.model.architecture import Family, ModelConfig, parameter_shapes
 from kintsugi.model.folder import (
     CONFIG_FILE,
@@ -42,7 +42,7 @@ from kintsugi.model.tokenizer import Tokenizer
 FAMILIES = get_args(Family)
 PIECE_ELEMENTS = 1 << 18
 """Elements that a thread dequantises at once; a piece and its intermediate values stay in the cache of a core."""
-MAX_SHARD_BYTES = huggingface.DEFAULT_MAX_SHARD_BYTES
+MAX_SHARD_BYTES = folder_files.DEFAULT_MAX_SHARD_BYTES
 _BF16_BYTES = 2
 _TENSOR_NAMES = {
     "attn_norm": "input_layernorm",

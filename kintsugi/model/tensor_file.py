@@ -3,7 +3,9 @@
     | length of the header, 8 bytes | header: JSON, padded with spaces | tensors in the order of their offsets |
 
 The bytes are those that `safetensors.torch.save` returns. That function builds the file as one object while it holds
-the interpreter's lock, which for gigabytes silences every other thread of the process. torch is imported only where
+the interpreter's lock, which for gigabytes silences every other thread of the process.
+
+Tensors are torch's, or numpy arrays in a process of another framework (`Array`). torch is imported only where its
 tensors are read.
 """
 
@@ -17,9 +19,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from kintsugi.model.arrays import Array, is_tensor, view_of
+
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 PIECE_BYTES = 16 << 20
 """Size of a piece: some milliseconds of work, after which other threads and a cancellation have their turn."""
@@ -64,9 +67,9 @@ class TensorFile:
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Array],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: Any = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         """With `dtype` the tensors are converted, piece by piece."""
@@ -77,7 +80,8 @@ class TensorFile:
         header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
         end = 0
         for name in names:
-            start, end = end, end + tensors[name].numel() * _itemsize(dtype or tensors[name].dtype)
+            itemsize = (dtype or tensors[name].dtype).itemsize
+            start, end = end, end + math.prod(tensors[name].shape) * itemsize
             header[name] = {
                 "dtype": stored[name],
                 "shape": list(tensors[name].shape),
@@ -97,14 +101,16 @@ class TensorFile:
             for piece in self._pieces_of(self._tensors[place.name]):
                 yield place, piece
 
-    def _pieces_of(self, tensor: Tensor) -> Iterator[memoryview]:
-        import torch
-
-        flat = tensor.detach().reshape(-1)
-        step = PIECE_BYTES // max(flat.element_size(), _itemsize(self._dtype or flat.dtype))
-        for start in range(0, flat.numel(), step):
-            part = flat[start : start + step].to(device="cpu", dtype=self._dtype)
-            yield part.view(torch.uint8).numpy().data
+    def _pieces_of(self, tensor: Array) -> Iterator[memoryview]:
+        flat = tensor.reshape(-1)
+        dtype = self._dtype or tensor.dtype
+        step = PIECE_BYTES // max(tensor.dtype.itemsize, dtype.itemsize)
+        for start in range(0, len(flat), step):
+            part = flat[start : start + step]
+            if is_tensor(tensor):
+                yield view_of(part.detach().to(device="cpu", dtype=dtype))
+            else:
+                yield view_of(part.astype(dtype, copy=False))
 
 
 FileContent = bytes | TensorFile
@@ -147,14 +153,6 @@ def places_of(head: bytes) -> list[TensorPlace]:
     return places
 
 
-def view_of(tensor: Tensor) -> memoryview:
-    """Bytes of a contiguous tensor in host memory, writable."""
-    import torch
-
-    assert tensor.is_contiguous() and not tensor.is_cuda
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
 def torch_dtype(place: TensorPlace) -> torch.dtype:
     """The tensor's dtype; ValueError for one that this program never writes."""
     import torch
@@ -168,10 +166,6 @@ def torch_dtype(place: TensorPlace) -> torch.dtype:
     return dtype
 
 
-def stored_dtype(dtype: torch.dtype | str) -> str:
+def stored_dtype(dtype: object) -> str:
     """Name of a dtype in the format: `stored_dtype("float32") == "F32"`."""
     return _NAMES[str(dtype).removeprefix("torch.")]
-
-
-def _itemsize(dtype: torch.dtype) -> int:
-    return dtype.itemsize

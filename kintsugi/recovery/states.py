@@ -1,6 +1,4 @@
-"""States and transitions of a recovery, and the page that shows them.
-
-    python -m kintsugi.recovery.states > docs/recovery.md
+"""States and transitions of a recovery, and the part of a page that shows them (`flows.page`).
 
 Every (state, event) pair is defined: one that is not in `TRANSITIONS` leaves the state as it is. A fault restarts a
 recovery from any state, with everything that was lost until then; so does an operation that fails. After a bounded
@@ -9,7 +7,6 @@ number of attempts a last checkpoint is dumped, and the run is given up with its
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -87,7 +84,7 @@ def following(state: RecoveryState, event: RecoveryEvent) -> RecoveryState:
 
 
 def markdown() -> str:
-    """Return the table and the diagram, as `docs/recovery.md` has them."""
+    """Return the table and the diagram, with which `docs/recovery.md` begins."""
     rows = [f"| {state} | {event} | {TRANSITIONS[state, event]} |" for state, event in TRANSITIONS]
     names = {state: state.name.lower() for state in RecoveryState}
     arrows: dict[tuple[str, str], list[str]] = {}
@@ -98,7 +95,7 @@ def markdown() -> str:
         [
             "# Recovery: states and transitions",
             "",
-            "Generated from the code by `python -m kintsugi.recovery.states`; a test keeps it in step.",
+            "Generated from the code by `python -m kintsugi.recovery.flows`; a test keeps it in step.",
             "",
             "| state | event | next state |",
             "|---|---|---|",
@@ -115,7 +112,3 @@ def markdown() -> str:
             "",
         ]
     )
-
-
-if __name__ == "__main__":
-    sys.stdout.write(markdown())

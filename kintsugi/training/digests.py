@@ -8,12 +8,10 @@ library on the CPU.
 
 from __future__ import annotations
 
-import torch
 import xxhash
-from torch import Tensor
 
+from kintsugi.model.arrays import Array, flat_bytes, is_on_accelerator, is_tensor, view_of
 from kintsugi.runtime.digests import joined, slice_digests
-from kintsugi.weights.device_digests import device_slice_digests
 
 SLICE_BYTES = 32 << 10
 """Part of the definition: other slices give other digests."""
@@ -22,13 +20,16 @@ ON_DEVICE_BYTES = 4 << 20
 a new host."""
 
 
-def digest(prefix: bytes, tensor: Tensor) -> str:
-    """Digest of `prefix` and the bytes of a contiguous tensor on any device."""
-    content = tensor.detach().reshape(-1).view(torch.uint8)
+def digest(prefix: bytes, array: Array) -> str:
+    """Digest of `prefix` and the bytes of a contiguous array on any device."""
+    content = flat_bytes(array)
     together = xxhash.xxh3_64(prefix)
-    if content.is_cuda and content.nbytes >= ON_DEVICE_BYTES:
+    if is_on_accelerator(array) and content.nbytes >= ON_DEVICE_BYTES:
+        from kintsugi.weights.device_digests import device_slice_digests
+
         (found,) = device_slice_digests([content], slice_bytes=SLICE_BYTES)
         together.update(found.astype("<u8", copy=False).tobytes())
     else:
-        together.update(joined(slice_digests(content.cpu().numpy().data, slice_bytes=SLICE_BYTES)))
+        host = content.cpu() if is_tensor(array) else content
+        together.update(joined(slice_digests(view_of(host), slice_bytes=SLICE_BYTES)))
     return together.hexdigest()

@@ -11,13 +11,11 @@ is reserved from the start of the process and is zero until that stage begins.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
-from torch import Tensor
-
-from kintsugi.model.transformer import Transformer
+from kintsugi.model.arrays import Array, is_tensor
 
 ACTOR, CRITIC = "actor", "critic"
 
@@ -30,8 +28,8 @@ class LayoutSlot:
     shape: tuple[int, ...]
     start: int
 
-    def view(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.start + math.prod(self.shape)].view(self.shape)
+    def view(self, flat: Array) -> Any:
+        return flat[self.start : self.start + math.prod(self.shape)].reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -60,49 +58,21 @@ class LayoutPart:
     def size(self) -> int:
         return self.stop - self.start
 
-    def within(self, flat: Tensor) -> Tensor:
+    def within(self, flat: Array) -> Any:
         return flat[self.start : self.stop]
 
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
+    def views(self, flat: Array) -> dict[str, Any]:
         """View of each parameter by its Hugging Face name."""
         return {slot.name: slot.view(flat) for slot in self.slots}
 
-    def fill(self, flat: Tensor, weights: Mapping[str, Tensor]) -> None:
+    def fill(self, flat: Array, weights: Mapping[str, Array]) -> None:
         """Copy weights into the flat tensor; parameters without given weights (a new head) become zero."""
         for name, view in self.views(flat).items():
             if name in weights:
-                view.copy_(weights[name].detach())
+                source: Any = weights[name]
+                view[...] = source.detach() if is_tensor(source) else source
             else:
-                view.zero_()
-
-    def point(self, model: Transformer, *, weights: Tensor) -> None:
-        """Make a model's parameters views of flat weights, frozen; the memory that they had is released."""
-        for slot, parameter in self._parameters(model):
-            parameter.data = slot.view(weights)
-            parameter.requires_grad = False
-
-    def learn(self, model: Transformer, *, gradient: Tensor) -> None:
-        """Make backward passes through a model add its gradients to a flat tensor.
-
-        Gradients of the tensor's own type are views of it. Others are added as soon as autograd has finished one of
-        them, which is then dropped, so that a second gradient of the whole model never exists.
-        """
-        for slot, parameter in self._parameters(model):
-            parameter.requires_grad = True
-            if parameter.dtype == gradient.dtype:
-                parameter.grad = slot.view(gradient)
-            else:
-                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, slot.view(gradient)))
-
-    def _parameters(self, model: Transformer) -> Iterator[tuple[LayoutSlot, Tensor]]:
-        by_name = dict(model.named_parameters())
-        return ((slot, by_name[slot.name]) for slot in self.slots)
-
-
-def _move_gradient(total: Tensor, parameter: Tensor) -> None:
-    assert parameter.grad is not None, "called after a gradient was accumulated"
-    total.add_(parameter.grad)
-    parameter.grad = None
+                view[...] = 0
 
 
 @dataclass(frozen=True)
@@ -126,21 +96,21 @@ class Layout:
     def size(self) -> int:
         return 3 * self.num_parameters + (self.actor.size if self.has_reference else 0)
 
-    def weights(self, flat: Tensor) -> Tensor:
+    def weights(self, flat: Array) -> Any:
         return flat[: self.num_parameters]
 
-    def moments(self, flat: Tensor) -> Tensor:
+    def moments(self, flat: Array) -> Any:
         """First and second moments, as two rows."""
-        return flat[self.num_parameters : 3 * self.num_parameters].view(2, -1)
+        return flat[self.num_parameters : 3 * self.num_parameters].reshape(2, -1)
 
-    def reference(self, flat: Tensor) -> Tensor:
+    def reference(self, flat: Array) -> Any:
         assert self.has_reference, "the reference of this run does not move"
         return flat[3 * self.num_parameters :]
 
-    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+    def by_name(self, flat: Array) -> dict[str, Any]:
         """View of every tensor of the state: "weights/…", "moment1/critic.…", "reference/…"."""
         rows = {"weights": self.weights(flat)}
-        rows["moment1"], rows["moment2"] = self.moments(flat).unbind()
+        rows["moment1"], rows["moment2"] = self.moments(flat)
         named = {
             f"{kind}/{part.prefix}{name}": view
             for kind, row in rows.items()
@@ -152,6 +122,6 @@ class Layout:
         return named
 
 
-def reference_by_name(part: LayoutPart, flat: Tensor) -> dict[str, Tensor]:
+def reference_by_name(part: LayoutPart, flat: Array) -> dict[str, Any]:
     """Weights of a reference model by their names in a saved state."""
     return {f"reference/{name}": view for name, view in part.views(flat).items()}

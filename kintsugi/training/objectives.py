@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,19 @@ from kintsugi.errors import IntegrityError, UserError
 from kintsugi.model.transformer import Transformer
 from kintsugi.protocol.training import RunCall
 from kintsugi.training import losses
-from kintsugi.training.batch import Kept, MicroBatch
-from kintsugi.training.layout import ACTOR, CRITIC
+from kintsugi.training.batch import MicroBatch
+from kintsugi.training.layout import CRITIC
 from kintsugi.training.losses import TokenLosses
-from kintsugi.training.state import TrainingState, Update
+from kintsugi.training.objective_metrics import (
+    ObjectiveMetrics,
+    PolicyMetrics,
+    SupervisedMetrics,
+    Totals,
+    mean_of,
+)
+from kintsugi.training.packing import Kept
+from kintsugi.training.rank_state import Update
+from kintsugi.training.state import TrainingState
 from kintsugi.training.step_cache import (
     PROXIMAL_LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -32,9 +41,6 @@ from kintsugi.training.step_cache import (
     VALUES,
     StepCache,
 )
-
-Totals = Mapping[str, float]
-"""Sums and maxima of one update by name."""
 
 
 class BatchLoss(NamedTuple):
@@ -70,40 +76,11 @@ class PolicyTokens:
     num_sequences: int
 
 
-class Objective(Protocol):
-    """One training interface."""
-
-    @property
-    def part(self) -> str:
-        """Model that is trained."""
-        ...
-
-    @property
-    def kept(self) -> Kept:
-        """Samples that it needs."""
-        ...
-
-    @property
-    def sums(self) -> tuple[str, ...]: ...
-
-    @property
-    def maxima(self) -> tuple[str, ...]: ...
-
-    def loss(self, batch: MicroBatch, call: RunCall) -> BatchLoss: ...
-
-    def metrics(self, totals: Sequence[Totals], updates: Sequence[Update]) -> dict[str, float]:
-        """Compute metrics from the totals of every update; the sums always contain `loss`, `tokens`, `loss_tokens`."""
-        ...
-
-
-class _Shared:
-    """Common part of the objectives; trains the actor unless a subclass overrides `part`."""
-
-    part = ACTOR
-    kept: Kept = "learned"
-    maxima: tuple[str, ...] = ()
+class _Shared(ObjectiveMetrics):
+    """Common part of the objectives: the weighted mean of token losses."""
 
     def __init__(self, state: TrainingState, step_cache: StepCache) -> None:
+        super().__init__(state)
         self._state = state
         self._step_cache = step_cache
 
@@ -122,44 +99,18 @@ class _Shared:
             weights = weights * (decay**batch.staleness)[batch.sequence_index]
         return (token_losses.losses * weights).sum()
 
-    def _common_metrics(self, totals: Sequence[Totals], updates: Sequence[Update]) -> dict[str, float]:
-        return {
-            "loss": _mean_of(totals, "loss"),
-            "grad_norm": sum(update.grad_norm for update in updates) / len(updates),
-            "learning_rate": updates[-1].learning_rate,
-            "update_ratio": sum(float(update.ratio) for update in updates) / len(updates),
-            "skipped": float(sum(not update.applied for update in updates)),
-            "tokens": totals[0]["tokens"],
-            "loss_tokens": totals[0]["loss_tokens"],
-        }
 
-
-class Supervised(_Shared):
+class Supervised(_Shared, SupervisedMetrics):
     """`sft_train`: maximise the likelihood of the completions."""
-
-    sums = ("entropy",)
 
     def loss(self, batch: MicroBatch, call: RunCall) -> BatchLoss:
         logprobs, entropy = token_logprobs(self._state.model, batch, temperature=1.0)
         token_losses = losses.sft_loss(logprobs, torch.ones_like(logprobs))
         return BatchLoss(self._mean(token_losses, batch, call), {"entropy": _exact_sum(entropy)}, {})
 
-    def metrics(self, totals: Sequence[Totals], updates: Sequence[Update]) -> dict[str, float]:
-        first = totals[0]
-        return {
-            **self._common_metrics(totals, updates),
-            "entropy": first["entropy"] / max(first["loss_tokens"], 1.0),
-        }
 
-
-class PolicyGradient(_Shared):
+class PolicyGradient(_Shared, PolicyMetrics):
     """`policy_train`: policy gradient of all algorithms with sampled tokens and advantages."""
-
-    sums = (
-        *("entropy", "clip_ratio", "kl", "behaviour_kl", "ratio", "logprob_abs_diff"),
-        *("importance_weight", "importance_capped", "staleness"),
-    )
-    maxima = ("logprob_abs_diff", "importance_weight")
 
     def loss(self, batch: MicroBatch, call: RunCall) -> BatchLoss:
         stage = self._state.stage
@@ -225,36 +176,6 @@ class PolicyGradient(_Shared):
             return logprobs.detach()
         return None
 
-    def metrics(self, totals: Sequence[Totals], updates: Sequence[Update]) -> dict[str, float]:
-        """Means over the loss tokens and, where an update changes them, over the step's updates.
-
-        How far sampler and trainer agree is taken before the first update; afterwards they differ by intent. The ratio
-        is that to the sampler, whatever the updates stay close to.
-        """
-        first = totals[0]
-        num_tokens = max(first["loss_tokens"], 1.0)
-        return {
-            **self._common_metrics(totals, updates),
-            **(self._importance(totals) if self._state.stage.weighs_samples else {}),
-            "entropy": first["entropy"] / num_tokens,
-            "kl": _mean_of(totals, "kl") / num_tokens,
-            "behaviour_kl": first["behaviour_kl"] / num_tokens,
-            "clip_ratio": _mean_of(totals, "clip_ratio") / num_tokens,
-            "ratio_mean": first["ratio"] / num_tokens,
-            "token_staleness_mean": first["staleness"] / num_tokens,
-            "logprob_abs_diff_mean": first["logprob_abs_diff"] / num_tokens,
-            "logprob_abs_diff_max": first["logprob_abs_diff/max"],
-        }
-
-    def _importance(self, totals: Sequence[Totals]) -> dict[str, float]:
-        """Metrics of the importance weights that correct for the policy that sampled."""
-        num_tokens = max(totals[0]["loss_tokens"], 1.0)
-        return {
-            "importance_weight_mean": _mean_of(totals, "importance_weight") / num_tokens,
-            "importance_weight_max": max(each["importance_weight/max"] for each in totals),
-            "importance_capped_share": _mean_of(totals, "importance_capped") / num_tokens,
-        }
-
 
 def _custom_losses(custom: CustomAlgorithm, tokens: PolicyTokens, *, settings: Algorithm) -> Tensor:
     """Call the user's loss function and check its result. The statistics remain those of the built-in loss."""
@@ -293,7 +214,7 @@ class _OfPairs(_Shared):
         first = totals[0]
         num_pairs = max(first["pairs"], 1.0)
         return {
-            **self._common_metrics(totals, updates),
+            **self.common_metrics(totals, updates),
             f"{self.prefix}_accuracy": first["accuracy"] / num_pairs,
             f"{self.prefix}_margin": first["margin"] / num_pairs,
         }
@@ -352,11 +273,11 @@ class ValueRegression(_Shared):
         first = totals[0]
         num_tokens = max(first["loss_tokens"], 1.0)
         return {
-            "value_loss": _mean_of(totals, "loss"),
+            "value_loss": mean_of(totals, "loss"),
             "critic_grad_norm": sum(update.grad_norm for update in updates) / len(updates),
             "critic_learning_rate": updates[-1].learning_rate,
             "critic_skipped": float(sum(not update.applied for update in updates)),
-            "value_clip_ratio": _mean_of(totals, "value_clip_ratio") / num_tokens,
+            "value_clip_ratio": mean_of(totals, "value_clip_ratio") / num_tokens,
             "values_mean": first["value"] / num_tokens,
             "returns_mean": first["return"] / num_tokens,
             "explained_variance": losses.explained_variance(first, count=num_tokens),
@@ -400,7 +321,3 @@ def _sums_of_sequences(entries: Tensor, batch: MicroBatch) -> Tensor:
 
 def _exact_sum(entries: Tensor) -> Tensor:
     return entries.detach().double().sum()
-
-
-def _mean_of(totals: Sequence[Totals], name: str) -> float:
-    return sum(each[name] for each in totals) / len(totals)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from torch import Tensor
 
 from kintsugi.bulk.exports import ViewExport
 from kintsugi.bulk.server import BulkServer
 from kintsugi.checkpoint.snapshot import SlotHeader
 from kintsugi.dataplane.rate_limit import RateLimit
-from kintsugi.model.tensor_file import PIECE_BYTES, view_of
+from kintsugi.model.arrays import Array, dtype_name
+from kintsugi.model.tensor_file import PIECE_BYTES
 from kintsugi.process.membership import ShuttingDown
 from kintsugi.process.shell import ReplyHandle
 from kintsugi.protocol.membership import Ok
@@ -30,7 +30,7 @@ from kintsugi.runtime.waits import wait
 from kintsugi.telemetry.events import OperationFailed
 from kintsugi.training.snapshots import CopyCounters, SlotHold, state_fetched
 from kintsugi.types import Peer, Piece, PieceKind, WeightManifest
-from kintsugi.weights.manifest import layout, layout_size, manifest_of
+from kintsugi.weights.manifest import layout, layout_size, manifest_of, tensor_bytes
 from kintsugi.weights.publish import WHOLE_MODEL
 
 KEEP_TIMEOUT_S = 120.0
@@ -46,23 +46,23 @@ Send = Callable[[str, KeepState], ReplyHandle]
 """Send a request to an agent without waiting for its answer; may be called by any thread."""
 
 
-def describe_state(tensors: Mapping[str, Tensor], *, step: int) -> WeightManifest:
+def describe_state(tensors: Mapping[str, Array], *, step: int) -> WeightManifest:
     """Describe a state in host memory, in the order of names. Large tensors are cut into pieces of some rows, so that
     neither a message nor the memory that it needs on either side is large."""
     pieces: list[Piece] = []
     for name, offset, size in layout(tensors):
         tensor = tensors[name]
         for start, stop in _rows(tuple(tensor.shape), size=size):
-            rows = ((start, stop),) if tensor.dim() else ()
+            rows = ((start, stop),) if tensor.shape else ()
             piece = Piece(
                 name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
+                dtype=dtype_name(tensor),
                 shape=tuple(tensor.shape),
                 slice=(*rows, *((0, extent) for extent in tensor.shape[1:])),
                 mesh=dict(WHOLE_MODEL),
                 kind=PieceKind.FULL,
                 offset=offset,
-                size=size if not tensor.dim() else size // max(1, tensor.shape[0]) * (stop - start),
+                size=size if not tensor.shape else size // max(1, tensor.shape[0]) * (stop - start),
                 digest="",
             )
             first, _ = piece_range(piece)
@@ -78,13 +78,13 @@ def piece_range(piece: Piece) -> tuple[int, int]:
     return first, first + piece.size
 
 
-def piece_bytes(tensor: Tensor, piece: Piece) -> memoryview:
+def piece_bytes(tensor: Array, piece: Piece) -> memoryview:
     """Bytes of a piece, as a view of its tensor, which is in host memory."""
     first, last = piece_range(piece)
-    return view_of(tensor.cpu())[first:last]
+    return tensor_bytes(tensor)[first:last]
 
 
-def state_export(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> ViewExport:
+def state_export(manifest: WeightManifest, tensors: Mapping[str, Array]) -> ViewExport:
     """Offer of a state in host memory, by the pieces of its manifest."""
     pieces = manifest.pieces
     sizes = {index: piece.size for index, piece in enumerate(pieces)}
@@ -122,7 +122,7 @@ class StateCopy:
 
     counters: CopyCounters
     digest: str
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Array]
     header: Callable[[], SlotHeader | None]
     """Wait until the slot is completely written, then return its header."""
     hold: SlotHold

@@ -52,6 +52,7 @@ from kintsugi.model.torch_internals import (
 )
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.waits import join, wait
+from kintsugi.training.group import Interruption
 from kintsugi.transport.store import StoreClient, split_address
 
 SHORTEST_POLL_S = 0.0002
@@ -63,9 +64,6 @@ SECRET_KEY = "secret"
 SECRET_BYTES = 32
 
 T = TypeVar("T")
-
-Interruption = Callable[[], str | None]
-"""Called while waiting. A returned reason ends the group; the function may also raise to end the wait."""
 
 
 class Route(StrEnum):

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
+from kintsugi.model.arrays import Array, copied, namespace, zeros
 from kintsugi.samples.sharding import shards_of_rank
-from kintsugi.training.process_group import ProcessGroup
+from kintsugi.training.group import Group
 
 PIECE_ELEMENTS = 64 << 20
 """Elements of the gradient that are exchanged at once: 256 MB, which bounds the memory that an exchange needs."""
@@ -41,23 +39,23 @@ class Node(NamedTuple):
 class Contribution:
     """Gradient and statistics of a shard, a subtree or the whole batch."""
 
-    gradient: Tensor
+    gradient: Any
     """Flat, fp32; empty in calls that learn nothing."""
-    sums: Tensor
+    sums: Any
     """Float64, one entry per summed statistic."""
-    maxima: Tensor
+    maxima: Any
     """Float64, one entry per maximum."""
 
     def add(self, other: Contribution) -> Contribution:
         """Add `other`, the right neighbour in the tree, in place."""
         self.gradient += other.gradient
         self.sums += other.sums
-        self.maxima = torch.maximum(self.maxima, other.maxima)
+        self.maxima = namespace(self.maxima).maximum(self.maxima, other.maxima)
         return self
 
     def copied(self) -> Contribution:
         """The same contribution with a gradient in memory of its own."""
-        return Contribution(self.gradient.clone(), self.sums, self.maxima)
+        return Contribution(copied(self.gradient), self.sums, self.maxima)
 
 
 def owned_nodes(num_shards: int, *, owned: range) -> list[Node]:
@@ -108,7 +106,7 @@ def sum_owned(
 
 
 def finish_tree(
-    group: ProcessGroup,
+    group: Group,
     *,
     num_shards: int,
     owned: Mapping[Node, Contribution],
@@ -134,68 +132,71 @@ def finish_tree(
     gradient = next(iter(owned.values())).gradient
     found = {node: Contribution(gradient[:0], *each) for node, each in statistics.items()}
     total = sum_node(root, known=found.get)
-    for start in range(0, gradient.numel(), PIECE_ELEMENTS):
+    for start in range(0, len(gradient), PIECE_ELEMENTS):
         piece = slice(start, start + PIECE_ELEMENTS)
         mine = {node: each.gradient[piece] for node, each in owned.items()}
         slices = _exchange_slices(group, owned=mine, nodes=nodes, timeout_s=timeout_s)
         nothing = total.sums[:0]
         found = {node: Contribution(each, nothing, nothing) for node, each in slices.items()}
         finished = sum_node(root, known=found.get).gradient
-        gathered = group.all_gather(finished, timeout_s=timeout_s).flatten()
-        gradient[piece] = gathered[: gradient[piece].numel()]
+        gathered = group.all_gather(finished, timeout_s=timeout_s).reshape(-1)
+        gradient[piece] = gathered[: len(gradient[piece])]
     total.gradient = gradient
     return total
 
 
-def sum_any_order(group: ProcessGroup, *, owned: Contribution, timeout_s: float) -> Contribution:
+def sum_any_order(group: Group, *, owned: Contribution, timeout_s: float) -> Contribution:
     """Sum over the whole batch by one all-reduce: fastest and equal on every rank, but with unspecified rounding."""
     if group.size == 1:
         return owned
-    if owned.gradient.numel() > 0:
+    if len(owned.gradient) > 0:
         group.all_reduce(owned.gradient, timeout_s=timeout_s)
-    num_sums = owned.sums.numel()
-    gathered = group.all_gather(torch.cat((owned.sums, owned.maxima)), timeout_s=timeout_s)
-    return Contribution(owned.gradient, gathered[:, :num_sums].sum(dim=0), gathered[:, num_sums:].amax(dim=0))
+    num_sums, xp = len(owned.sums), namespace(owned.sums)
+    gathered = group.all_gather(xp.concatenate((owned.sums, owned.maxima)), timeout_s=timeout_s)
+    return Contribution(owned.gradient, gathered[:, :num_sums].sum(0), xp.amax(gathered[:, num_sums:], 0))
 
 
 def _exchange_slices(
-    group: ProcessGroup,
+    group: Group,
     *,
-    owned: Mapping[Node, Tensor],
+    owned: Mapping[Node, Array],
     nodes: Sequence[Sequence[Node]],
     timeout_s: float,
-) -> dict[Node, Tensor]:
+) -> dict[Node, Any]:
     """Exchange gradients: return this rank's slice of every node, zero-padded to equal width."""
     mine = nodes[group.rank]
     first = next(iter(owned.values()))
-    width = -(-first.numel() // group.size)
-    outgoing = first.new_zeros(group.size, len(mine), width)
+    (num_elements,) = first.shape
+    width = -(-num_elements // group.size)
+    outgoing = zeros(group.size, len(mine), width, like=first)
     for position, node in enumerate(mine):
-        padded = torch.nn.functional.pad(owned[node], (0, group.size * width - first.numel()))
-        outgoing[:, position] = padded.view(group.size, width)
+        padded = zeros(group.size * width, like=first)
+        padded[:num_elements] = owned[node]
+        outgoing[:, position] = padded.reshape(group.size, width)
     incoming = group.all_to_all(
-        outgoing.flatten(),
+        outgoing.reshape(-1),
         sent=[len(mine) * width] * group.size,
         received=[len(theirs) * width for theirs in nodes],
         timeout_s=timeout_s,
     )
     in_order = [node for theirs in nodes for node in theirs]
-    return dict(zip(in_order, incoming.view(-1, width).unbind(), strict=True))
+    return dict(zip(in_order, incoming.reshape(-1, width), strict=True))
 
 
 def _exchange_statistics(
-    group: ProcessGroup,
+    group: Group,
     *,
     owned: Mapping[Node, Contribution],
     nodes: Sequence[Sequence[Node]],
     timeout_s: float,
-) -> dict[Node, tuple[Tensor, Tensor]]:
+) -> dict[Node, tuple[Any, Any]]:
     """Exchange statistics: return sums and maxima of every node."""
-    mine = [torch.cat((owned[node].sums, owned[node].maxima)) for node in nodes[group.rank]]
-    num_sums = next(iter(owned.values())).sums.numel()
+    first = next(iter(owned.values())).sums
+    xp, num_sums = namespace(first), len(first)
+    mine = [xp.concatenate((owned[node].sums, owned[node].maxima)) for node in nodes[group.rank]]
     most = max(len(theirs) for theirs in nodes)
-    padded = mine + [torch.zeros_like(mine[0])] * (most - len(mine))
-    gathered = group.all_gather(torch.stack(padded), timeout_s=timeout_s)
+    padded = mine + [xp.zeros_like(mine[0])] * (most - len(mine))
+    gathered = group.all_gather(xp.stack(padded), timeout_s=timeout_s)
     return {
         node: (gathered[rank, position, :num_sums], gathered[rank, position, num_sums:])
         for rank, theirs in enumerate(nodes)

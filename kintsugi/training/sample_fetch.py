@@ -38,7 +38,7 @@ from kintsugi.protocol.sample_transfer import FetchRelayed, Relayed, Routes, Tra
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.waits import wait
 from kintsugi.telemetry.events import BytesDamaged, Note, NoteEvent
-from kintsugi.training.batch import BatchSample, sample_of
+from kintsugi.training.packing import BatchSample, sample_of
 from kintsugi.types import LogicalShard, ShardItem, Trajectory
 from kintsugi.weights.transports.shared_memory import WeightSegments
 

@@ -12,6 +12,7 @@ every piece, so heartbeats and training continue. `bytes_saved` counts the bytes
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -191,5 +192,5 @@ class CheckpointSaver:
 
 def _expected_bytes(held: HeldState) -> int:
     """Size of the checkpoint: the trainer's state, and the weights as they are exported."""
-    state = sum(tensor.numel() * tensor.element_size() for tensor in held.tensors.values())
-    return state + sum(tensor.numel() * held.dtype.itemsize for tensor in held.weights.values())
+    state = sum(array.nbytes for array in held.tensors.values())
+    return state + sum(math.prod(array.shape) * held.dtype.itemsize for array in held.weights.values())

@@ -27,8 +27,6 @@ from typing import Any, Protocol
 
 import msgspec
 import psutil
-import torch
-from torch import Tensor
 
 from kintsugi.checkpoint.snapshot import (
     NUM_SLOTS,
@@ -39,6 +37,7 @@ from kintsugi.checkpoint.snapshot import (
     find_slot,
 )
 from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.model.arrays import Array, copied, from_buffer, is_on_accelerator
 from kintsugi.model.tensor_file import TensorPlace
 from kintsugi.protocol.recovery import StateFetched
 from kintsugi.runtime.clock import SYSTEM_CLOCK
@@ -85,13 +84,13 @@ class CopyCounters(msgspec.Struct, frozen=True):
     critic_skipped: int = 0
 
 
-def digest_of(counters: CopyCounters, tensor: Tensor) -> str:
+def digest_of(counters: CopyCounters, tensor: Array) -> str:
     """Digest of counters, weights and moments and, through the counters, of the reference weights; equal on all ranks
     after the same steps."""
     return digest_bytes(msgspec.msgpack.encode(counters), tensor)
 
 
-def reference_digest(reference: Tensor | None) -> str:
+def reference_digest(reference: Array | None) -> str:
     """Digest of reference weights as in `CopyCounters.reference`."""
     return "" if reference is None else digest_bytes(b"", reference)
 
@@ -130,7 +129,7 @@ class StoredState(Protocol):
         """Name, dtype and shape of every tensor."""
         ...
 
-    def read(self, into: Mapping[str, Tensor]) -> None:
+    def read(self, into: Mapping[str, Array]) -> None:
         """Fill these tensors, in pieces, and verify the bytes."""
         ...
 
@@ -185,11 +184,11 @@ class HeldState:
     """The committed state in its snapshot slot, for a thread that saves it beside training."""
 
     counters: CopyCounters
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Array]
     """All tensors of the state, in host memory."""
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Array]
     """Weights of the actor by Hugging Face name: those of `tensors`, not yet converted to the compute dtype."""
-    dtype: torch.dtype
+    dtype: Any
     """Compute dtype, in which the model is saved."""
     await_copy: Callable[[], None]
     """Wait until the slot is completely written."""
@@ -199,7 +198,7 @@ class HeldState:
 class StateSnapshots:
     """Snapshots of one rank: the committed state and, if there is one, the prepared state."""
 
-    def __init__(self, live: Tensor, *, snapshots: Snapshots) -> None:
+    def __init__(self, live: Array, *, snapshots: Snapshots) -> None:
         self._live = live
         self._snapshots = snapshots
         self._views = [_view(slot, like=live) for slot in snapshots.slots]
@@ -208,13 +207,13 @@ class StateSnapshots:
         self._copy: _Copy | None = None
         self._holds: list[list[SlotHold]] = [[] for _ in snapshots.slots]
         """Holds by slot; those that were released are dropped when the next one is taken."""
-        if live.is_cuda:
+        if is_on_accelerator(live):
             # The one first that a repair would read.
             newest_first = sorted(range(len(self._views)), key=self._serial, reverse=True)
             self._pin([self._views[index] for index in newest_first])
 
     @property
-    def committed(self) -> Tensor | None:
+    def committed(self) -> Array | None:
         """The committed state; None before the first copy, when the live state has not changed yet."""
         return None if self._committed is None else self._views[self._committed]
 
@@ -247,7 +246,7 @@ class StateSnapshots:
             self._copy.then(slot.commit)
         self._committed, self._prepared = self._prepared, None
 
-    def hold_committed(self, step: int) -> tuple[Tensor, Callable[[], None], SlotHold]:
+    def hold_committed(self, step: int) -> tuple[Array, Callable[[], None], SlotHold]:
         """Keep the committed slot as it is until the hold is released: its tensor, a function that waits until it is
         completely written, and the hold."""
         if self._committed is None:
@@ -269,7 +268,7 @@ class StateSnapshots:
             return
         self._views.append(_view(slot, like=self._live))
         self._holds.append([])
-        if self._live.is_cuda:
+        if is_on_accelerator(self._live):
             self._pin(self._views[-1:])
 
     def _take_hold(self, index: int, hold: SlotHold) -> SlotHold:
@@ -279,11 +278,11 @@ class StateSnapshots:
         self._holds[index].append(hold)
         return hold
 
-    def reference_copy(self, stage: str, *, like: Tensor) -> Tensor:
+    def reference_copy(self, stage: str, *, like: Array) -> Array:
         """The copy of a stage's frozen reference weights that is kept with the snapshots."""
         return _view(self._snapshots.reference(stage, size=like.nbytes), like=like)
 
-    def hold_latest(self, step: int) -> tuple[Tensor, Callable[[], SlotHeader | None], SlotHold] | None:
+    def hold_latest(self, step: int) -> tuple[Array, Callable[[], SlotHeader | None], SlotHold] | None:
         """Keep the newest copy, prepared or committed, as it is until a later step needs its slot, for a thread that
         reads it during training; None before the first. The function waits until the copy is complete and returns the
         slot's header."""
@@ -326,16 +325,16 @@ class StateSnapshots:
         slot, header = find_slot(self._snapshots.slots, step, digest=digest)
         index = self._snapshots.slots.index(slot)
         counters, view = _counters(header), self._views[index]
-        if self._live.is_cuda:  # A device hashes the copy much faster than the host the original.
+        if is_on_accelerator(self._live):  # A device hashes the copy much faster than the host the original.
             copy_pieces(view, into=self._live)
-        found = digest_of(counters, self._live if self._live.is_cuda else view)
+        found = digest_of(counters, self._live if is_on_accelerator(self._live) else view)
         if found != header.digest:
             raise IntegrityError(f"the snapshot of step {step} hashes to {found}, expected {header.digest}")
-        self._keep(index, is_loaded=self._live.is_cuda)
+        self._keep(index, is_loaded=is_on_accelerator(self._live))
         return counters
 
     def copy_from(
-        self, held: HeldSnapshots, step: int, *, digest: str, reference: Tensor | None = None
+        self, held: HeldSnapshots, step: int, *, digest: str, reference: Array | None = None
     ) -> CopyCounters:
         """Adopt another process's snapshot of `step` on this host, verified; its owner may be writing meanwhile."""
         slot, header = find_slot(held.slots, step, digest=digest)
@@ -344,16 +343,18 @@ class StateSnapshots:
                 f"expected a snapshot of {self._live.nbytes} bytes, got one of {slot.payload.nbytes}"
             )
         counters, theirs = _counters(header), _view(slot, like=self._live)
-        self.fill(counters, lambda view: view.copy_(theirs), digest=header.digest, reference=reference)
+        self.fill(
+            counters, lambda view: copy_pieces(theirs, into=view), digest=header.digest, reference=reference
+        )
         return counters
 
     def fill(
         self,
         counters: CopyCounters,
-        write: Callable[[Tensor], object],
+        write: Callable[[Array], object],
         *,
         digest: str = "",
-        reference: Tensor | None = None,
+        reference: Array | None = None,
         is_older: bool = False,
     ) -> tuple[str, CopyCounters]:
         """Adopt the state that `write` fills a tensor with, and its stage's reference weights, which it may fill as
@@ -387,7 +388,7 @@ class StateSnapshots:
         self.forget_references(counters.stage)
         return found, counters
 
-    def keep_reference(self, counters: CopyCounters, reference: Tensor | None) -> None:
+    def keep_reference(self, counters: CopyCounters, reference: Array | None) -> None:
         """Store a stage's reference weights with the snapshots, before the first snapshot that needs them. Intact ones
         are not rewritten, because a process killed meanwhile would leave none."""
         if reference is None:
@@ -397,7 +398,7 @@ class StateSnapshots:
         if slot.header is not None and digest_bytes(b"", view) == counters.reference:
             return
         slot.begin()
-        view.copy_(reference)
+        view[...] = reference
         slot.prepare(SlotHeader(0, counters.stage, 0, 0, counters.reference, 0))
         slot.commit()
 
@@ -408,20 +409,20 @@ class StateSnapshots:
             self._snapshots.keep_references({stage})
 
     def load_reference(
-        self, stage: str, *, into: Tensor, digest: str, held: HeldSnapshots | None = None
+        self, stage: str, *, into: Array, digest: str, held: HeldSnapshots | None = None
     ) -> None:
         """Load a stage's reference weights, which hash to `digest`, from this rank's snapshots or from `held`."""
         slot = held.reference(stage) if held else self._snapshots.reference(stage, size=into.nbytes)
         header = slot.header
         if header is None or header.stage != stage or slot.payload.nbytes != into.nbytes:
             raise RefusedError(f"there are no reference weights of stage {stage!r}")
-        copied = _view(slot, like=into).clone()
-        found = digest_bytes(b"", copied)
+        copy = copied(_view(slot, like=into))
+        found = digest_bytes(b"", copy)
         if found != digest:
             raise IntegrityError(
                 f"the reference weights of stage {stage!r} hash to {found}, expected {digest}"
             )
-        into.copy_(copied)
+        into[...] = copy
 
     def settle(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait until the running copy has ended; raises if it failed. `check` is called while the copy waits for a
@@ -439,14 +440,16 @@ class StateSnapshots:
         if copy is not None:
             copy.finish()
 
-    def _pin(self, views: Sequence[Tensor]) -> None:
+    def _pin(self, views: Sequence[Any]) -> None:
         """Register slots as pinned memory, in the background, because it takes seconds for a large state. Nothing waits
         for it."""
         threading.Thread(target=self._run_pin, args=(views,), name="pin-snapshots", daemon=True).start()
 
-    def _run_pin(self, views: Sequence[Tensor]) -> None:
+    def _run_pin(self, views: Sequence[Any]) -> None:
         """Pin in pieces: the driver serves no other thread of the process meanwhile. If the device refuses, copies are
         only slower."""
+        import torch
+
         runtime: Any = torch.cuda.cudart()
         for view in views:
             for start in range(0, view.nbytes, PINNED_BYTES):
@@ -496,7 +499,7 @@ class _Copy:
     """Copy of a tensor into host memory, in a background thread if it is large or the target is held."""
 
     def __init__(
-        self, tensor: Tensor, *, into: Tensor, holds: Sequence[SlotHold], begin: Callable[[], None]
+        self, tensor: Array, *, into: Array, holds: Sequence[SlotHold], begin: Callable[[], None]
     ) -> None:
         """With `holds` on the target the copy begins, with a call of `begin`, when they are released."""
         self._tensor = tensor
@@ -509,7 +512,7 @@ class _Copy:
         self._copied = False
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._ready = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+        self._ready = _recorded_event(tensor) if is_on_accelerator(tensor) else None
         if tensor.nbytes < INLINE_BYTES and not holds:
             self._run()
         else:
@@ -573,8 +576,10 @@ class _Copy:
 
     def _transfer(self) -> None:
         if self._ready is None:
-            self._into.copy_(self._tensor)
+            self._into[...] = self._tensor
             return
+        import torch
+
         stream = torch.cuda.Stream(self._tensor.device)
         with torch.cuda.stream(stream):
             stream.wait_event(self._ready)
@@ -582,18 +587,30 @@ class _Copy:
         stream.synchronize()
 
 
-def copy_pieces(tensor: Tensor, *, into: Tensor) -> None:
+def copy_pieces(array: Any, *, into: Any) -> None:
     """Copy between host and device in pieces, none of which lies in two ranges of pinned memory. To a device the copy
     is only enqueued, after everything that was enqueued on the current stream.
 
     To the host each piece is awaited: the device copies in the order of requests, and with a second one in its queue it
     would not bring anything else to the host, such as the digests of published weights, before the whole state.
     """
-    numel = TRANSFER_BYTES // tensor.element_size()
-    for source, target in zip(tensor.view(-1).split(numel), into.view(-1).split(numel), strict=True):
+    if not (is_on_accelerator(array) or is_on_accelerator(into)):
+        into[...] = array
+        return
+    import torch
+
+    numel = TRANSFER_BYTES // array.element_size()
+    for source, target in zip(array.view(-1).split(numel), into.view(-1).split(numel), strict=True):
         target.copy_(source, non_blocking=True)
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
+        if array.is_cuda:
+            torch.cuda.current_stream(array.device).synchronize()
+
+
+def _recorded_event(tensor: Any) -> Any:
+    """Event after everything that is enqueued on the tensor's device now."""
+    import torch
+
+    return torch.cuda.current_stream(tensor.device).record_event()
 
 
 def populate(address: int, size: int) -> None:
@@ -614,9 +631,10 @@ def populate(address: int, size: int) -> None:
         join(thread, whom="this process", what="memory for its snapshots", timeout_s=COPY_TIMEOUT_S)
 
 
-def _view(slot: SnapshotSlot, *, like: Tensor) -> Tensor:
+def _view(slot: SnapshotSlot, *, like: Array) -> Array:
     """Payload of a slot as a tensor in host memory."""
-    return torch.frombuffer(slot.payload, dtype=like.dtype, count=like.numel()).view(like.shape)
+    view: Array = from_buffer(slot.payload[: like.nbytes], like=like).reshape(like.shape)
+    return view
 
 
 def _header(counters: CopyCounters, *, digest: str, serial: int) -> SlotHeader:

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-from torch import Tensor
 
 from kintsugi.bulk.client import BulkClient
 from kintsugi.bulk.pull import Pull, Share
 from kintsugi.bulk.server import BulkServer
 from kintsugi.errors import RefusedError
-from kintsugi.model.tensor_file import TensorPlace, stored_dtype, view_of
+from kintsugi.model.arrays import Array, is_on_accelerator, view_of
+from kintsugi.model.tensor_file import TensorPlace, stored_dtype
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import FetchState, StateFetched
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.digests import piece_digest
 from kintsugi.training.peer_replication import describe_state, piece_range, state_export
+from kintsugi.training.rank_state import RankState
 from kintsugi.training.snapshots import CopyCounters, counters_of, state_fetched
-from kintsugi.training.state import TrainingState
 from kintsugi.transport import Reply
 
 EXPORT = "state"
@@ -36,7 +37,7 @@ Ask = Callable[[str, Body], Reply]
 class StateSource:
     """Offers the committed state of this rank from its snapshot, while another rank fetches it."""
 
-    def __init__(self, state: TrainingState, server: BulkServer) -> None:
+    def __init__(self, state: RankState, server: BulkServer) -> None:
         self._state = state
         self._server = server
         self._served: StateFetched | None = None
@@ -94,10 +95,10 @@ class FetchedState:
             for piece in state.manifest.pieces
         }
 
-    def read(self, into: Mapping[str, Tensor]) -> None:
+    def read(self, into: Mapping[str, Array]) -> None:
         """Fill tensors of the same names, dtypes and shapes; every piece is verified."""
         # Pieces arrive in host memory. Reference weights on a device are the only ones that need memory in between.
-        targets = {name: tensor.cpu() if tensor.is_cuda else tensor for name, tensor in into.items()}
+        targets = {name: _in_host_memory(array) for name, array in into.items()}
         views = {name: view_of(tensor) for name, tensor in targets.items()}
         pieces, offer, fetcher = self._state.manifest.pieces, self._state.offer, self._fetcher
         assert offer is not None
@@ -124,6 +125,11 @@ class FetchedState:
         ).run()
         fetcher.interrupted_step = -1
         COUNTERS.add("state_bytes_fetched", sum(pieces[index].size for index in missing))
-        for name, tensor in into.items():
-            if tensor.is_cuda:
-                tensor.copy_(targets[name])
+        for name, array in into.items():
+            if targets[name] is not array:
+                array[...] = targets[name]
+
+
+def _in_host_memory(array: Any) -> Array:
+    """An array itself, or a copy of a tensor on an accelerator."""
+    return array.cpu() if is_on_accelerator(array) else array

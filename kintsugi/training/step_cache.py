@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from kintsugi.errors import RefusedError
+from kintsugi.model.arrays import namespace
 
 REFERENCE_LOGPROBS = "reference_logprobs"
 PROXIMAL_LOGPROBS = "proximal_logprobs"
@@ -30,20 +29,21 @@ class StepCache:
     """Tensors by name and sample key. A sample stays on its rank for the whole step, and so do its tensors."""
 
     def __init__(self) -> None:
-        self._tensors: dict[tuple[str, str], Tensor] = {}
+        self._tensors: dict[tuple[str, str], Any] = {}
 
-    def put(self, name: str, keys: Sequence[str], tensors: Iterable[Tensor]) -> None:
+    def put(self, name: str, keys: Sequence[str], tensors: Iterable[Any]) -> None:
         """Store one tensor for each sample."""
         self._tensors.update(((name, key), tensor) for key, tensor in zip(keys, tensors, strict=True))
 
-    def of(self, name: str, key: str) -> Tensor:
+    def of(self, name: str, key: str) -> Any:
         if (name, key) not in self._tensors:
             raise RefusedError(f"`{GIVEN_BY[name]}` of this step has not covered sample {key}")
         return self._tensors[name, key]
 
-    def joined(self, name: str, keys: Sequence[str]) -> Tensor:
+    def joined(self, name: str, keys: Sequence[str]) -> Any:
         """Concatenate the tensors of several samples."""
-        return torch.cat([self.of(name, key) for key in keys])
+        parts = [self.of(name, key) for key in keys]
+        return namespace(parts[0]).concatenate(parts)
 
     def clear(self) -> None:
         self._tensors = {}

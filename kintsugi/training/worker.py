@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
-import torch
 
 from kintsugi.bulk.endpoint import BulkEndpoint, open_bulk
 from kintsugi.bulk.server import BulkServer
 from kintsugi.checkpoint.store import load_checkpoint
 from kintsugi.cluster.shared_memory import SegmentClient
 from kintsugi.config.recipe import load_config
-from kintsugi.config.schema import Config, ShareDevice
+from kintsugi.config.schema import Config
 from kintsugi.config.stages import stages
-from kintsugi.device_lease.client import UNSHARED, DeviceMemory, LeaseHandle, open_lease
-from kintsugi.device_lease.memory import KeptMemory, MovedMemory, check_policy
+from kintsugi.device_lease.client import UNSHARED, LeaseHandle, open_lease
 from kintsugi.errors import (
     DeadlineExceeded,
     DeviceOutOfMemory,
@@ -35,12 +33,10 @@ from kintsugi.errors import (
     RemoteError,
     Unfit,
 )
-from kintsugi.model import huggingface
-from kintsugi.model.device import choose_device, identity, use_deterministic_kernels
 from kintsugi.model.device_errors import as_world_error
-from kintsugi.model.device_usage import device_gauges
 from kintsugi.model.folder import VALUE_HEAD
-from kintsugi.model.plan import plan_companions, plan_model
+from kintsugi.model.folder_files import folder_files
+from kintsugi.model.plan import plan_model
 from kintsugi.model.tensor_file import FileContent
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.process.main import run_worker
@@ -84,25 +80,21 @@ from kintsugi.runtime.spans import SPANS
 from kintsugi.samples.sharding import shards_of_rank
 from kintsugi.telemetry.events import AlertEvent, Note, NoteEvent
 from kintsugi.training.checkpoint_delivery import CheckpointDelivery
-from kintsugi.training.initial_weights import empty_model, fill_initial
-from kintsugi.training.model_calls import ModelCalls
-from kintsugi.training.pairwise_eval import HeldOutPairs, score_pairs
+from kintsugi.training.framework import Framework, open_framework
+from kintsugi.training.group import Group
+from kintsugi.training.held_out_pairs import HeldOutPairs
 from kintsugi.training.peer_replication import KEEP_TIMEOUT_S, PeerReplica, choose_agent
-from kintsugi.training.process_group import ProcessGroup
-from kintsugi.training.recovery_adapter import TorchAdapter
+from kintsugi.training.rank_state import RankState
 from kintsugi.training.rollout_writer import RolloutStore
 from kintsugi.training.sample_fetch import StepSamples, await_answer
 from kintsugi.training.saving import CheckpointSaver
 from kintsugi.training.snapshots import CopyCounters, HeldState, StoredState
-from kintsugi.training.state import TrainingState
 from kintsugi.training.state_transfer import StateFetcher, StateSource
 from kintsugi.transport import Delivery, Reply, subject
 from kintsugi.transport.store import StoreServer
 from kintsugi.types import Peer, Role, process_id, role_of, ticket_of
 from kintsugi.weights.manifest import weights_sha256
 from kintsugi.weights.publish import Publisher
-from kintsugi.weights.transports.collective import CollectiveTransport
-from kintsugi.weights.transports.device import DeviceSlots
 from kintsugi.weights.transports.relay import RelayTransport
 from kintsugi.weights.transports.shared_memory import WeightSegments
 
@@ -132,8 +124,9 @@ class ModelWorker:
     def __init__(
         self,
         shell: Mailbox,
-        state: TrainingState,
+        state: RankState,
         *,
+        framework: Framework,
         config: Config,
         tokenizer: Callable[[], Tokenizer],
         publisher: Publisher,
@@ -152,6 +145,7 @@ class ModelWorker:
         `is_blank`: the initial weights are not loaded, because a repair is expected; they are where none comes."""
         self._shell = shell
         self._state = state
+        self._framework = framework
         self._config = config
         self._tokenizer = tokenizer
         self._publisher = publisher
@@ -169,7 +163,7 @@ class ModelWorker:
             shell.submit, check=self._check, process=shell.process, segments=segments, emit=emit
         )
         rollouts = RolloutStore(config, tokenizer=tokenizer, run_dir=run_dir)
-        self._calls = ModelCalls(
+        self._calls = framework.open_calls(
             state,
             deterministic=config.deterministic,
             check=self._check,
@@ -193,7 +187,7 @@ class ModelWorker:
             bytes_per_s=config.cluster.bandwidth.copies,
             emit=emit,
         )
-        self._adapter = TorchAdapter(
+        self._adapter = framework.open_adapter(
             state,
             process=shell.process,
             keys=shell.keys,
@@ -271,7 +265,7 @@ class ModelWorker:
             fault = as_world_error(error)
         if not isinstance(delivery.body, FREQUENT):
             self._state.note_peak()
-        if gauges := device_gauges():
+        if gauges := self._framework.gauges():
             self._shell.report(load=0.0, gauges=gauges)
         if fault is None:
             if body is not None:
@@ -281,7 +275,7 @@ class ModelWorker:
         if isinstance(fault, Unfit | AssertionError):
             raise fault
         if isinstance(fault, DeviceOutOfMemory):
-            torch.cuda.empty_cache()
+            self._framework.release_memory()
         # The error's traceback references this frame. With this reference it would be a cycle, which keeps what the
         # other frames hold (the sockets and the thread of a broken collective) until the garbage collector runs.
         del fault
@@ -289,7 +283,7 @@ class ModelWorker:
     def _answer(self, body: Body) -> Body:
         if self._is_blank and not isinstance(body, WITHOUT_WEIGHTS):
             self._is_blank = False
-            self._state.fill_initial(lambda weights: fill_initial(weights, self._config))
+            self._framework.fill_initial(self._state, self._config)
         match body:
             case RunCall():
                 return self._run_call(body)
@@ -363,7 +357,7 @@ class ModelWorker:
             self._step_calls.fail()  # Without effect once the call has ended well.
         return done
 
-    def _compute(self, call: RunCall, group: ProcessGroup) -> CallDone:
+    def _compute(self, call: RunCall, group: Group) -> CallDone:
         """Fetch the samples of a call and run it; its answer is recorded for a master that asks again."""
         start = time.perf_counter()
         try:
@@ -433,7 +427,9 @@ class ModelWorker:
         standing = self._adapter.standing()
         if request.step != standing.step or standing.half_updated or standing.prepared_step >= 0:
             raise RefusedError(f"expected to evaluate the committed step {standing.step}, got {request.step}")
-        correct = score_pairs(self._state.model, self._pairs.block, first=request.first, count=request.count)
+        correct = self._framework.score_pairs(
+            self._state, self._pairs.block, first=request.first, count=request.count
+        )
         return PairsEvaluated(request.step, request.first, tuple(correct))
 
     def _begin_save(self, delivery: Delivery, request: Save) -> None:
@@ -448,9 +444,9 @@ class ModelWorker:
     def _model_files(self, held: HeldState) -> Iterator[tuple[str, FileContent]]:
         """Files of a Hugging Face folder: the committed weights and their tokenizer."""
         origin = self._config.model.path
-        yield from huggingface.files(
+        yield from folder_files(
             held.weights,
-            config=self._state.model.config,
+            config=self._state.config,
             tokenizer_folder=Path(origin) if origin is not None else None,
             dtype=held.dtype,
         )
@@ -593,44 +589,26 @@ class DeviceLeaseGuard:
         return self._lease.entered(order=order, check=check)
 
 
-def open_lease_guard(
-    shell: Shell, state: TrainingState, *, policy: ShareDevice, device: torch.device
-) -> DeviceLeaseGuard:
-    """Open the lease on a rank's device, by the recipe's policy for shared devices."""
-    memory: DeviceMemory | None = None
-    if device.type != "cpu" and policy == "keep":
-        memory = KeptMemory(device)
-    elif policy == "offload":
-        check_policy(policy, device=device)
-        _ = (
-            state.committed_digest
-        )  # Computed while the state is on the device; requests may come when it is not.
-        memory = MovedMemory(device, tensors=state.resident, settle=state.await_copy)
-    return DeviceLeaseGuard(open_lease(shell, policy=policy, device=identity(device), memory=memory))
-
-
 def open_publisher(
-    shell: Shell, bulk: BulkServer, *, device: torch.device, segments: SegmentClient | None, store: str
+    shell: Shell, bulk: BulkServer, framework: Framework, *, segments: SegmentClient | None, store: str
 ) -> Publisher:
     """Create the publisher of a rank's weights with every transport; `store` is where servers of a collective meet."""
 
     def submit(process: str, body: Body, deadline_s: float) -> ReplyHandle:
         return shell.submit(process, body, deadline_s=deadline_s)
 
-    host = shell.bootstrap.host
+    host, emit = shell.bootstrap.host, shell.events.emit
     return Publisher(
         process=shell.process,
         host=host,
         segments=segments,
         bulk=bulk,
-        emit=shell.events.emit,
+        emit=emit,
         folder=RunFolder(shell.bootstrap.run_dir).published_weights_folder(shell.process).absolute(),
-        device=DeviceSlots(device, host=host) if device.type == "cuda" else None,
+        device=framework.device_publisher(host=host),
         transports=(
-            CollectiveTransport(process=shell.process, store=store, keys=shell.keys, emit=shell.events.emit),
-            RelayTransport(
-                submit, process=shell.process, agent=shell.bootstrap.agent, emit=shell.events.emit
-            ),
+            *framework.transports(process=shell.process, store=store, keys=shell.keys, emit=emit),
+            RelayTransport(submit, process=shell.process, agent=shell.bootstrap.agent, emit=emit),
         ),
     )
 
@@ -644,12 +622,8 @@ def open_delivery(shell: Shell) -> CheckpointDelivery:
 
 def main(bootstrap: Bootstrap) -> int:
     """Load the model, register, and serve until the process is asked to shut down."""
-    torch.set_num_threads(1)
     config = load_config(RunFolder(bootstrap.run_dir).config_file)
-    device = choose_device(bootstrap.process, broken=bootstrap.broken_chips)
-    if device.type == "cuda" and config.deterministic:
-        use_deterministic_kernels()
-    model = empty_model(config, device=device)
+    framework = open_framework(config, bootstrap)
     with ExitStack() as resources:
         keys = (bootstrap.public_key, bootstrap.secret_key)
         store = StoreServer(_interface(bootstrap.bind), keys=keys, known_as=bootstrap.known_as)
@@ -657,29 +631,23 @@ def main(bootstrap: Bootstrap) -> int:
         segments = SegmentClient(bootstrap.segments) if bootstrap.segments else None
         if segments is not None:
             resources.enter_context(closing(segments))
-        state = TrainingState(
-            model,
-            companions=plan_companions(config),
-            compute_dtype=getattr(torch, config.actor.dtype),
-            recompute=config.actor.recompute,
-            process=bootstrap.process,
-            segments=segments,
-        )
-        del model  # The state may have replaced it by one of another type.
+        state = framework.open_state(config, process=bootstrap.process, segments=segments)
         # A replacement, and a rank of a resumed run, is about to be repaired from a later state.
         is_blank = state.has_snapshot or any(RunFolder(bootstrap.run_dir).checkpoints_folder.glob("step-*"))
         if not is_blank:
-            state.fill_initial(lambda weights: fill_initial(weights, config))
+            framework.fill_initial(state, config)
 
         def body(shell: Shell) -> None:
             server.admit(lambda key: shell.role_of_key(key) in (Role.MODEL, Role.SERVER))
             bulk = resources.enter_context(closing(open_bulk(shell)))
-            publisher = open_publisher(
-                shell, bulk.server, device=device, segments=segments, store=server.address
-            )
+            publisher = open_publisher(shell, bulk.server, framework, segments=segments, store=server.address)
+            policy = config.cluster.share_device
+            memory = framework.device_memory(state, policy=policy)
+            lease = open_lease(shell, policy=policy, device=framework.chip, memory=memory)
             worker = ModelWorker(
                 shell,
                 state,
+                framework=framework,
                 config=config,
                 tokenizer=lambda: plan_model(config)[1],
                 publisher=publisher,
@@ -689,7 +657,7 @@ def main(bootstrap: Bootstrap) -> int:
                 segments=segments,
                 emit=shell.events.emit,
                 renew=segments.renew if segments is not None else lambda: None,
-                lease_guard=open_lease_guard(shell, state, policy=config.cluster.share_device, device=device),
+                lease_guard=DeviceLeaseGuard(lease),
                 is_blank=is_blank,
                 delivery=open_delivery(shell) if bootstrap.run_folder_agent else None,
             )
@@ -698,8 +666,8 @@ def main(bootstrap: Bootstrap) -> int:
             with closing(worker):
                 worker.serve()
 
-        capabilities = {"device": str(device), "chip": identity(device)}
-        capabilities |= {"store": server.address, "flow": TorchAdapter.flow.value}
+        capabilities = {"device": framework.device, "chip": framework.chip}
+        capabilities |= {"store": server.address, "flow": framework.flow.value}
         return run_worker(bootstrap, body, capabilities=capabilities)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
 
 from kintsugi.errors import DataDamaged, IntegrityError
+from kintsugi.model.arrays import Array, dtype_name, is_on_accelerator, is_tensor, view_of
 from kintsugi.runtime.digests import PIECE_SLICE_BYTES, piece_digest, piece_digest_of
 from kintsugi.types import Piece, PieceKind, WeightManifest
 
@@ -23,13 +24,13 @@ ALIGNMENT = 64
 """Alignment of every piece, so that a view of any dtype, and a vectorised copy, can start there."""
 
 
-def layout_size(named: Mapping[str, Tensor]) -> int:
+def layout_size(named: Mapping[str, Array]) -> int:
     """Size of a buffer that holds these tensors."""
     return max((offset + size for _, offset, size in layout(named)), default=0)
 
 
 def build_manifest(
-    named: Mapping[str, Tensor],
+    named: Mapping[str, Array],
     *,
     version: int,
     step: int,
@@ -43,7 +44,7 @@ def build_manifest(
 
 
 def describe_pieces(
-    named: Mapping[str, Tensor],
+    named: Mapping[str, Array],
     places: Iterable[tuple[str, int, int]],
     *,
     mesh: Mapping[str, int],
@@ -56,7 +57,7 @@ def describe_pieces(
     return [
         Piece(
             name=name,
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=dtype_name(tensor),
             shape=tuple(tensor.shape),
             slice=tuple((0, extent) for extent in tensor.shape),
             mesh=dict(mesh),
@@ -71,14 +72,15 @@ def describe_pieces(
     ]
 
 
-def _copies_digested(tensors: Sequence[Tensor], targets: Sequence[memoryview | None]) -> list[str]:
-    if tensors and tensors[0].is_cuda:
+def _copies_digested(tensors: Sequence[Array], targets: Sequence[memoryview | None]) -> list[str]:
+    if tensors and is_on_accelerator(tensors[0]):
         from kintsugi.weights.device_digests import piece_digests
         from kintsugi.weights.transports.device import copies_digested
 
         # Either all of them are copied or none.
         filled = [target for target in targets if target is not None]
-        return copies_digested(tensors, filled) if filled else piece_digests(tensors)
+        on_device = cast("Sequence[Tensor]", tensors)
+        return copies_digested(on_device, filled) if filled else piece_digests(on_device)
     return [
         piece_digest(tensor_bytes(tensor))
         if target is None
@@ -171,7 +173,7 @@ def tensor_views(manifest: WeightManifest, buffer: memoryview) -> dict[str, Tens
     return views
 
 
-def weights_sha256(named: Mapping[str, Tensor]) -> str:
+def weights_sha256(named: Mapping[str, Array]) -> str:
     """Identity of the weights in a run's summary: SHA-256 over names, in order, and raw bytes."""
     digest = hashlib.sha256()
     for name in sorted(named):
@@ -180,12 +182,12 @@ def weights_sha256(named: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Raw bytes, in row order; a view if the tensor is contiguous and in host memory."""
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
+def tensor_bytes(array: Array) -> memoryview:
+    """Raw bytes, in row order; a view if the array is contiguous and in host memory."""
+    if is_tensor(array):
+        tensor: Any = array
+        return view_of(tensor.detach().cpu().contiguous())
+    return view_of(array.reshape(-1))
 
 
 def aligned(size: int) -> int:
@@ -197,10 +199,10 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def layout(named: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
+def layout(named: Mapping[str, Array]) -> Iterator[tuple[str, int, int]]:
     """(name, offset, size) in the order of names."""
     offset = 0
     for name in sorted(named):
-        size = named[name].numel() * named[name].element_size()
+        size = named[name].nbytes
         yield name, offset, size
         offset += aligned(size)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kintsugi.bulk.exports import ViewExport
 from kintsugi.bulk.server import BulkServer
 from kintsugi.errors import RefusedError, WorldError
+from kintsugi.model.arrays import Array
 from kintsugi.protocol.bulk import BulkOffer
 from kintsugi.protocol.weights import FetchWeights, Publish, WeightsFetched
 from kintsugi.runtime.counters import COUNTERS
@@ -28,9 +29,6 @@ from kintsugi.weights.transports.shared_memory import (
     unlock,
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 PIECES_COPIED = 2
 """Pieces on an accelerator that are copied to host memory while they are sent."""
 WHOLE_MODEL: Mapping[str, int] = {"dp": 0, "tp": 0, "pp": 0}
@@ -45,7 +43,7 @@ class VersionLayout:
     pieces: Mapping[int, Piece]
     """By their index among all pieces of the version."""
     buffer: memoryview | None
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Array]
     """Tensors in the accelerator's memory, if there is no buffer."""
     size: int = 0
     """Size of the whole version."""
@@ -77,7 +75,7 @@ class PublishTransport(Protocol):
 class DevicePublisher(Protocol):
     """Memory of the accelerator that other processes can map (`device.DeviceSlots`)."""
 
-    def hold(self, named: Mapping[str, Tensor], *, version: int) -> tuple[Mapping[str, Tensor], WeightSource]:
+    def hold(self, named: Mapping[str, Array], *, version: int) -> tuple[Mapping[str, Array], WeightSource]:
         """Copy the weights into memory that does not change until two versions later; return the copies and their
         source."""
         ...
@@ -118,7 +116,7 @@ class Publisher:
 
     def publish(
         self,
-        named: Mapping[str, Tensor],
+        named: Mapping[str, Array],
         order: Publish,
         *,
         mesh: Mapping[str, int] = WHOLE_MODEL,
@@ -146,7 +144,7 @@ class Publisher:
         return version_layout.manifest, (*sources, StreamSource(self._process))
 
     def _copy_version(
-        self, named: Mapping[str, Tensor], order: Publish, *, mesh: Mapping[str, int], is_held: bool
+        self, named: Mapping[str, Array], order: Publish, *, mesh: Mapping[str, int], is_held: bool
     ) -> tuple[VersionLayout, bool]:
         """Copy and digest a version; also return whether servers of this host may read it in place. Weights that the
         accelerator holds, and that no other transport needs, are only digested."""

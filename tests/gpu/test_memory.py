@@ -17,8 +17,9 @@ from kintsugi.model.plan import ACTOR_ALONE
 from kintsugi.model.transformer import Transformer
 from kintsugi.runtime.peak_memory import PEAK_ALLOCATED, PEAK_RESERVED, PEAK_UPDATE, PeakMemory
 from kintsugi.training import state as state_module
-from kintsugi.training.batch import cut, sample_of
+from kintsugi.training.batch import cut
 from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.packing import sample_of
 from kintsugi.training.process_group import ProcessGroup
 from kintsugi.training.state import TrainingState
 from kintsugi.types import Role

@@ -14,12 +14,13 @@ from kintsugi.config.schema import Config
 from kintsugi.config.stages import stages
 from kintsugi.errors import ModelError, StorageError
 from kintsugi.model import huggingface
+from kintsugi.model.folder_files import folder_files
 from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.model.tensor_file import content_pieces
 from kintsugi.protocol.training import CallDone, RunCall
-from kintsugi.training.batch import BatchSample, sample_of
 from kintsugi.training.initial_weights import load_model
 from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.packing import BatchSample, sample_of
 from kintsugi.training.process_group import ProcessGroup, join_group
 from kintsugi.training.state import TrainingState
 from kintsugi.transport import new_key_pair
@@ -108,7 +109,7 @@ class Trainer:
         }
         yield OPTIMIZER_FILE, serialize(moments)
         origin = self._config.model.path
-        for name, content in huggingface.files(
+        for name, content in folder_files(
             self.weights(),
             config=self._state.model.config,
             tokenizer_folder=Path(origin) if origin is not None else None,

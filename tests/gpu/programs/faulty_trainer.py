@@ -23,10 +23,11 @@ from kintsugi.lab.testbed.run import launch_for_a_lab
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.training import RunCall
 from kintsugi.training import worker
-from kintsugi.training.batch import BatchSample
 from kintsugi.training.model_calls import CallResult, ModelCalls
+from kintsugi.training.packing import BatchSample
 from kintsugi.training.process_group import ProcessGroup
-from kintsugi.training.state import TrainingState, Update
+from kintsugi.training.rank_state import Update
+from kintsugi.training.state import TrainingState
 from kintsugi.types import Role
 
 WITNESS, VICTIM = "model-0", "model-1"

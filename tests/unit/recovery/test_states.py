@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.recovery.states import STEPS, TRANSITIONS, RecoveryEvent, RecoveryState, following, markdown
+from kintsugi.recovery.flows import MESSAGES, NAMES, page
+from kintsugi.recovery.rank import FLOWS, Flow
+from kintsugi.recovery.states import STEPS, TRANSITIONS, RecoveryEvent, RecoveryState, following
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "recovery.md"
 _S, _E = RecoveryState, RecoveryEvent
@@ -18,7 +20,7 @@ def test_every_pair_of_state_and_event_is_defined() -> None:
 
 
 def test_the_document_is_what_the_code_says() -> None:
-    assert DOCUMENT.read_text() == markdown()
+    assert DOCUMENT.read_text() == page()
 
 
 def test_undisturbed_every_state_is_passed_once_and_the_end_is_normal() -> None:
@@ -52,3 +54,10 @@ def test_a_dump_ends_whatever_comes_of_it_and_nothing_leads_out_of_the_end(event
 def test_only_what_is_wrong_leads_out_of_normal() -> None:
     out = {event for event in RecoveryEvent if following(_S.NORMAL, event) is not _S.NORMAL}
     assert out == {_E.FAULT, _E.FAILED, _E.HOPELESS}
+
+
+@pytest.mark.parametrize("flow", Flow)
+def test_the_page_has_the_operations_of_each_flow_in_their_order(flow: Flow) -> None:
+    in_order = [MESSAGES[state] for state, _ in STEPS if state in MESSAGES]
+    assert [operation for operation in in_order if operation in FLOWS[flow]] == list(FLOWS[flow])
+    assert list(NAMES[flow]) == list(FLOWS[flow])

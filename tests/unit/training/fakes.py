@@ -36,6 +36,7 @@ from kintsugi.protocol.training import CallDone, CommitStep, RunCall, StartStage
 from kintsugi.protocol.wire import Envelope, MessageKind
 from kintsugi.training.initial_weights import load_model
 from kintsugi.training.state import TrainingState
+from kintsugi.training.torch_framework import TorchFramework
 from kintsugi.training.worker import ModelWorker
 from kintsugi.transport import Delivery, Reply, new_key_pair
 from kintsugi.types import Peer
@@ -195,6 +196,7 @@ class Rank:
         self.worker = ModelWorker(
             self.shell,
             self.state,
+            framework=TorchFramework(CPU),
             config=config,
             tokenizer=tokenizer,
             publisher=Publisher(process=process, host="host-0", segments=None, bulk=self.bulk.server),

@@ -14,8 +14,8 @@ import torch
 from kintsugi.config.schema import AsynchronySection, CriticSection
 from kintsugi.config.stages import Stage
 from kintsugi.errors import IntegrityError, RefusedError
-from kintsugi.training.batch import sample_of
 from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.packing import sample_of
 from kintsugi.types import ShardItem, Trajectory
 from tests.unit.training.test_model_calls import alone
 from tests.unit.training.world import (

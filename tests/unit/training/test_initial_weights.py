@@ -18,9 +18,10 @@ from kintsugi.config.schema import (
 from kintsugi.model import huggingface
 from kintsugi.protocol.training import CallDone, CommitStep, Save, Saved, StartStage
 from kintsugi.protocol.weights import Publish, Published
-from kintsugi.training.batch import pack, sample_of
+from kintsugi.training.batch import pack
 from kintsugi.training.initial_weights import load_model
 from kintsugi.training.objectives import scores
+from kintsugi.training.packing import sample_of
 from tests.unit.training.fakes import BATCH, CONFIG, Rank, rebuild
 from tests.unit.training.world import CPU, new_pairs
 

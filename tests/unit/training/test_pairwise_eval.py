@@ -10,7 +10,9 @@ import torch
 
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.samples.sharding import shards_of_rank
-from kintsugi.training.pairwise_eval import BLOCK_PAIRS, Pair, score_pairs
+from kintsugi.training.framework import Pair
+from kintsugi.training.held_out_pairs import BLOCK_PAIRS
+from kintsugi.training.pairwise_eval import score_pairs
 from tests.unit.training.world import TINY
 
 NUM_PAIRS = 150

@@ -38,9 +38,9 @@ from kintsugi.protocol.recovery import (
 )
 from kintsugi.protocol.training import CallDone, CommitStep, Save, Saved, StartStage
 from kintsugi.runtime.counters import COUNTERS
+from kintsugi.training.group import check_sum, known_numbers
 from kintsugi.training.peer_replication import PeerReplica
 from kintsugi.training.process_group import ProcessGroup
-from kintsugi.training.recovery_adapter import probe
 from kintsugi.transport import Reply
 from kintsugi.transport.store import StoreServer
 from kintsugi.types import Peer
@@ -57,7 +57,7 @@ from tests.unit.training.fakes import (
     grpo_call,
     rebuild,
 )
-from tests.unit.training.world import CPU, in_world
+from tests.unit.training.world import in_world
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_a_generation_that_was_stopped_is_not_joined_again() -> None:
 
 def test_a_rebuilt_group_adds_up() -> None:
     def rank_main(rank: int, group: ProcessGroup) -> bool:
-        probe(group, device=CPU, timeout_s=5.0)
+        check_sum(group, torch.tensor(known_numbers(group), dtype=torch.float64), timeout_s=5.0)
         return True
 
     assert in_world(2, rank_main) == [True, True]
@@ -235,7 +235,7 @@ def test_a_group_that_does_not_add_up_is_not_used() -> None:
         if rank == 0:
             group.group_id = 7
         with pytest.raises(IntegrityError) as caught:
-            probe(group, device=CPU, timeout_s=5.0)
+            check_sum(group, torch.tensor(known_numbers(group), dtype=torch.float64), timeout_s=5.0)
         return str(caught.value)
 
     for message in in_world(2, rank_main):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kintsugi.config.schema import ActorSection
-from kintsugi.training.state import learning_rate
+from kintsugi.training.rank_state import learning_rate
 
 
 def rates(actor: ActorSection, *, num_updates: int) -> list[float]:

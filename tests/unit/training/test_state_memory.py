@@ -8,10 +8,12 @@ from torch import Tensor
 
 from kintsugi.config.schema import ActorSection
 from kintsugi.training import state as state_module
-from kintsugi.training.batch import cut, sample_of
+from kintsugi.training.batch import cut
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.objectives import Supervised
-from kintsugi.training.state import TrainingState, Update
+from kintsugi.training.packing import sample_of
+from kintsugi.training.rank_state import Update
+from kintsugi.training.state import TrainingState
 from kintsugi.training.step_cache import StepCache
 from tests.unit.training.test_model_calls import alone
 from tests.unit.training.world import CPU, every_length, new_stage, new_state, run_call

@@ -31,10 +31,12 @@ from kintsugi.model.tensor_file import TensorFile
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.protocol.training import RunCall
 from kintsugi.samples.sharding import logical_shards, shards_of_rank
-from kintsugi.training.batch import sample_of
-from kintsugi.training.model_calls import CallResult, ModelCalls
+from kintsugi.training.calls import CallResult
+from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.packing import sample_of
 from kintsugi.training.process_group import ProcessGroup, join_group
-from kintsugi.training.state import TrainingState, Update
+from kintsugi.training.rank_state import Update
+from kintsugi.training.state import TrainingState
 from kintsugi.transport import new_key_pair
 from kintsugi.transport.store import StoreServer
 from kintsugi.types import FinishReason, Role, ShardItem, Trajectory

@@ -1,0 +1,112 @@
+"""MindSpore as the training framework of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+from kintsugi.checkpoint.snapshot import SnapshotSegments
+from kintsugi.config.schema import Config, ShareDevice
+from kintsugi.config.stages import Stage
+from kintsugi.device_lease.client import DeviceMemory
+from kintsugi.errors import RefusedError
+from kintsugi.protocol.training import RunCall
+from kintsugi.recovery.rank import Flow
+from kintsugi.telemetry.events import Event
+from kintsugi.training.framework import Pair
+from kintsugi.training.group import Interruption
+from kintsugi.training.host_weights import fill_initial
+from kintsugi.training.mindspore.adapter import MindSporeAdapter
+from kintsugi.training.mindspore.calls import MindSporeCalls
+from kintsugi.training.mindspore.device import CPU, CpuRuntime, DeviceRuntime
+from kintsugi.training.mindspore.state import MindSporeState
+from kintsugi.training.rank_adapter import LoadState
+from kintsugi.training.rank_state import RankState
+from kintsugi.weights.publish import DevicePublisher, PublishTransport
+
+
+class MindSporeFramework:
+    """MindSpore on one device."""
+
+    flow: Flow = MindSporeAdapter.flow
+    chip = CPU
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        self._runtime = runtime
+
+    @classmethod
+    def open(cls) -> Self:
+        runtime = CpuRuntime()
+        runtime.set_device()
+        return cls(runtime)
+
+    @property
+    def device(self) -> str:
+        return self._runtime.name
+
+    def open_state(
+        self, config: Config, *, process: str, segments: SnapshotSegments | None
+    ) -> MindSporeState:
+        return MindSporeState(config, runtime=self._runtime, process=process, segments=segments)
+
+    def fill_initial(self, state: RankState, config: Config) -> None:
+        state.fill_initial(lambda weights: fill_initial(weights, config))
+
+    def open_calls(
+        self,
+        state: RankState,
+        *,
+        deterministic: bool,
+        check: Callable[[], None],
+        store: Callable[[RunCall], None],
+    ) -> MindSporeCalls:
+        return MindSporeCalls(_own(state), deterministic=deterministic, check=check, store=store)
+
+    def open_adapter(
+        self,
+        state: RankState,
+        *,
+        process: str,
+        keys: tuple[bytes, bytes],
+        stages: Mapping[str, Stage],
+        load_state: LoadState,
+        forget: Callable[[], None],
+        interruption: Interruption,
+    ) -> MindSporeAdapter:
+        return MindSporeAdapter(
+            _own(state),
+            runtime=self._runtime,
+            process=process,
+            keys=keys,
+            stages=stages,
+            load_state=load_state,
+            forget=forget,
+            interruption=interruption,
+        )
+
+    def score_pairs(
+        self, state: RankState, block: Callable[[int], Sequence[Pair]], *, first: int, count: int
+    ) -> list[bool]:
+        raise RefusedError("MindSpore ranks train no reward model")
+
+    def device_publisher(self, *, host: str) -> DevicePublisher | None:
+        return None
+
+    def transports(
+        self, *, process: str, store: str, keys: tuple[bytes, bytes], emit: Callable[[Event], None]
+    ) -> Sequence[PublishTransport]:
+        return ()
+
+    def device_memory(self, state: RankState, *, policy: ShareDevice) -> DeviceMemory | None:
+        return None
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def release_memory(self) -> None:
+        """Nothing to do: MindSpore returns host memory by itself."""
+
+
+def _own(state: RankState) -> MindSporeState:
+    assert isinstance(state, MindSporeState), f"a state of MindSpore was opened, got {type(state).__name__}"
+    return state

@@ -1,0 +1,173 @@
+"""Recovery operations of a training rank, independent of the training framework: the base of every
+`recovery.rank.Adapter`.
+
+The process and its memory survive a recovery: the rank stops its running work, clears its leftovers, joins the next
+group, replaces its state if that is damaged or outdated, and, if its flow has this step, returns to the agreed step.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+from kintsugi.config.stages import Stage
+from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.model.arrays import Array
+from kintsugi.protocol.recovery import RankReady, RebuildGroup
+from kintsugi.recovery.rank import SNAPSHOT_PREFIX, Flow
+from kintsugi.training.group import Group, Interruption, check_sum, known_numbers
+from kintsugi.training.rank_state import RankState
+from kintsugi.training.snapshots import CopyCounters, StoredState
+
+LoadState = Callable[[int, str], tuple[StoredState, CopyCounters]]
+"""Open the committed state of a step at a source: a replica, the agent with the peer copy, or a checkpoint."""
+
+LEAST_PROBE_S = 1.0
+
+
+class RankAdapter(ABC):
+    """Membership of one rank in the group, and its return to an agreed state."""
+
+    flow: Flow
+
+    def __init__(
+        self,
+        state: RankState,
+        *,
+        process: str,
+        keys: tuple[bytes, bytes],
+        stages: Mapping[str, Stage],
+        load_state: LoadState,
+        forget: Callable[[], None],
+        interruption: Interruption,
+    ) -> None:
+        """`keys` is the key pair of this process.
+
+        `forget` drops what the rank keeps for the step it is in (samples, log-probabilities, results).
+        """
+        self._state = state
+        self._process = process
+        self._keys = keys
+        self._stages = stages
+        self._load_state = load_state
+        self._forget = forget
+        self._interruption = interruption
+        self._group: Group | None = None
+        self._latest_group_id = 0
+        """Highest group number that this rank has received, also where joining that group failed."""
+
+    @property
+    def rank(self) -> int:
+        """Rank in the group; 0 while in none."""
+        return self._group.rank if self._group is not None else 0
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """Processes of the group in rank order; empty while in none."""
+        return self._group.ranks if self._group is not None else ()
+
+    @property
+    def group_id(self) -> int:
+        """Number of the current group; 0 while in none."""
+        return self._group.group_id if self._group is not None else 0
+
+    def group(self, group_id: int) -> Group:
+        """Return the current group if it has this number; raise RefusedError otherwise."""
+        if self._group is None or not self.is_in(group_id):
+            mine = "none" if self._group is None else self._group.group_id
+            raise RefusedError(f"expected a call of group generation {mine}, got one of {group_id}")
+        return self._group
+
+    def is_in(self, group_id: int) -> bool:
+        """Whether this rank is in the group with this number."""
+        return self._group is not None and self._group.group_id == group_id
+
+    def standing(self) -> RankReady:
+        """Report step, digest and group number. The number is the latest one tried: its store keys are used up, even
+        where joining failed. A rank that has begun no stage has no digest: its state may not be there yet."""
+        state = self._state
+        return RankReady(
+            state.committed_step,
+            "" if state.is_fresh else state.committed_digest,
+            state.half_updated,
+            -1 if state.prepared_step is None else state.prepared_step,
+            self._latest_group_id,
+            state.committed_counters.stage,
+        )
+
+    def stop(self, generation: int) -> None:
+        """Abort running collectives, then abort or await all other work on the device."""
+        self._latest_group_id = max(self._latest_group_id, generation)
+        if self._group is not None and self._group.group_id <= generation:
+            self._group.end("this rank was told to stop")
+            self.leave()
+        self._stop_device()
+
+    @abstractmethod
+    def clean(self) -> None:
+        """Drop the remains of an aborted step."""
+
+    def rebuild(self, request: RebuildGroup) -> None:
+        """Leave the current group and join the requested one; does nothing if this rank is in it already."""
+        if self.is_in(request.generation):
+            return
+        if request.generation <= self._latest_group_id:
+            raise RefusedError(
+                f"generation {request.generation} is over: this rank is in {self._latest_group_id}"
+            )
+        if self._process not in request.ranks:
+            raise RefusedError(f"{self._process} is not among the ranks {', '.join(request.ranks)}")
+        self.leave()
+        self._latest_group_id = request.generation
+        start = time.monotonic()
+        group = self._join(request)
+        try:
+            remaining_s = request.timeout_s - (time.monotonic() - start)
+            if group.size > 1:
+                numbers = self._known_numbers(known_numbers(group))
+                check_sum(group, numbers, timeout_s=max(remaining_s, LEAST_PROBE_S))
+        except BaseException:
+            group.close()
+            raise
+        self._group = group
+
+    def repair(self, step: int, *, source: str, digest: str) -> None:
+        if source.startswith(SNAPSHOT_PREFIX):
+            process = source.removeprefix(SNAPSHOT_PREFIX)
+            self._state.restore_snapshot(step, process=process, stages=self._stages, digest=digest)
+        else:
+            stored, counters = self._load_state(step, source)
+            if counters.step != step:
+                raise IntegrityError(
+                    f"expected the state of step {step} from {source}, got that of {counters.step}"
+                )
+            if counters.stage and counters.stage not in self._stages:
+                raise IntegrityError(
+                    f"the state from {source} belongs to stage {counters.stage!r}, which is not ours"
+                )
+            stage = self._stages.get(counters.stage)
+            self._state.restore(stored, counters=counters, stage=stage, digest=digest)
+        self._forget()
+
+    @abstractmethod
+    def rollback(self, step: int) -> None:
+        """Return to the committed state of `step`; a prepared one is adopted."""
+
+    def leave(self) -> None:
+        """Leave and close the current group, if any."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    @abstractmethod
+    def _join(self, request: RebuildGroup) -> Group:
+        """Create the requested group with the other ranks."""
+
+    @abstractmethod
+    def _known_numbers(self, numbers: list[float]) -> Array:
+        """Numbers in float64, in memory that the group's collectives can use."""
+
+    @abstractmethod
+    def _stop_device(self) -> None:
+        """Abort or await all work of this process on its device."""

@@ -1,0 +1,137 @@
+"""PyTorch as the training framework of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+import torch
+
+from kintsugi.checkpoint.snapshot import SnapshotSegments
+from kintsugi.config.schema import Config, ShareDevice
+from kintsugi.config.stages import Stage
+from kintsugi.device_lease.client import DeviceMemory
+from kintsugi.device_lease.memory import KeptMemory, MovedMemory, check_policy
+from kintsugi.model.device import choose_device, identity, use_deterministic_kernels
+from kintsugi.model.device_usage import device_gauges
+from kintsugi.model.plan import plan_companions
+from kintsugi.protocol.training import RunCall
+from kintsugi.recovery.rank import Flow
+from kintsugi.telemetry.events import Event
+from kintsugi.training.framework import Pair
+from kintsugi.training.group import Interruption
+from kintsugi.training.initial_weights import empty_model, fill_initial
+from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.pairwise_eval import score_pairs
+from kintsugi.training.rank_adapter import LoadState
+from kintsugi.training.rank_state import RankState
+from kintsugi.training.recovery_adapter import TorchAdapter
+from kintsugi.training.state import TrainingState
+from kintsugi.weights.publish import DevicePublisher, PublishTransport
+from kintsugi.weights.transports.collective import CollectiveTransport
+from kintsugi.weights.transports.device import DeviceSlots
+
+
+class TorchFramework:
+    """PyTorch on one device."""
+
+    flow: Flow = TorchAdapter.flow
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @classmethod
+    def open(cls, config: Config, *, process: str, broken: tuple[str, ...] = ()) -> Self:
+        torch.set_num_threads(1)
+        device = choose_device(process, broken=broken)
+        if device.type == "cuda" and config.deterministic:
+            use_deterministic_kernels()
+        return cls(device)
+
+    @property
+    def device(self) -> str:
+        return str(self._device)
+
+    @property
+    def chip(self) -> str:
+        return identity(self._device)
+
+    def open_state(self, config: Config, *, process: str, segments: SnapshotSegments | None) -> TrainingState:
+        return TrainingState(
+            empty_model(config, device=self._device),
+            companions=plan_companions(config),
+            compute_dtype=getattr(torch, config.actor.dtype),
+            recompute=config.actor.recompute,
+            process=process,
+            segments=segments,
+        )
+
+    def fill_initial(self, state: RankState, config: Config) -> None:
+        state.fill_initial(lambda weights: fill_initial(weights, config))
+
+    def open_calls(
+        self,
+        state: RankState,
+        *,
+        deterministic: bool,
+        check: Callable[[], None],
+        store: Callable[[RunCall], None],
+    ) -> ModelCalls:
+        return ModelCalls(_own(state), deterministic=deterministic, check=check, store=store)
+
+    def open_adapter(
+        self,
+        state: RankState,
+        *,
+        process: str,
+        keys: tuple[bytes, bytes],
+        stages: Mapping[str, Stage],
+        load_state: LoadState,
+        forget: Callable[[], None],
+        interruption: Interruption,
+    ) -> TorchAdapter:
+        return TorchAdapter(
+            state,
+            process=process,
+            keys=keys,
+            stages=stages,
+            load_state=load_state,
+            forget=forget,
+            interruption=interruption,
+        )
+
+    def score_pairs(
+        self, state: RankState, block: Callable[[int], Sequence[Pair]], *, first: int, count: int
+    ) -> list[bool]:
+        return score_pairs(_own(state).model, block, first=first, count=count)
+
+    def device_publisher(self, *, host: str) -> DevicePublisher | None:
+        return DeviceSlots(self._device, host=host) if self._device.type == "cuda" else None
+
+    def transports(
+        self, *, process: str, store: str, keys: tuple[bytes, bytes], emit: Callable[[Event], None]
+    ) -> Sequence[PublishTransport]:
+        return (CollectiveTransport(process=process, store=store, keys=keys, emit=emit),)
+
+    def device_memory(self, state: RankState, *, policy: ShareDevice) -> DeviceMemory | None:
+        if self._device.type != "cpu" and policy == "keep":
+            return KeptMemory(self._device)
+        if policy != "offload":
+            return None
+        check_policy(policy, device=self._device)
+        own = _own(state)
+        _ = (
+            own.committed_digest
+        )  # Computed while the state is on the device; requests may come when it is not.
+        return MovedMemory(self._device, tensors=own.resident, settle=own.await_copy)
+
+    def gauges(self) -> dict[str, float]:
+        return device_gauges()
+
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+
+def _own(state: RankState) -> TrainingState:
+    assert isinstance(state, TrainingState), f"a state of PyTorch was opened, got {type(state).__name__}"
+    return state
