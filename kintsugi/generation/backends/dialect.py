@@ -35,8 +35,13 @@ class Dialect(Protocol):
     generate_path: str
     how_to_scale: str
     """Option with which the server reports log-probabilities at the temperature."""
-    keeps_streams: bool
-    """Whether streams stay open while weights change, and the server reports which tokens are of which weights."""
+    reports_ends: bool
+    """Whether a stream that `halt` ends says so in an event. Otherwise it is closed here."""
+
+    @property
+    def keeps_streams(self) -> bool:
+        """Whether streams stay open while weights change, and the server reports which tokens are of which weights."""
+        ...
 
     def connect(self, client: HttpClient, greeting: Greeting) -> bool | None:
         """Prepare weight updates. Whether the server can read the memory of this process; None if that is not known

@@ -241,8 +241,8 @@ class RemoteBackend:
         else:
             self._end_streams()
         weights = self._update(weights, label=label)
-        self._verify_labels({self._dialect.label(self._client)}, expected=label)
         self._dialect.verify(self._client, weights, label=label)
+        self._verify_labels({self._dialect.label(self._client)}, expected=label)
         # What a frozen server had sampled before has arrived in the meantime.
         arrivals, self._arrivals = [*self._arrivals, *self._client.arrivals(0.0)], []
         for arrival in arrivals:
@@ -358,7 +358,7 @@ class RemoteBackend:
                 )
             return found
 
-        return wait(attempt, whom=self._client.url, what="a first token", timeout_s=CALL_TIMEOUT_S), others
+        return wait(attempt, whom=self._client.url, what="a first token", timeout_s=LONGEST_SILENCE_S), others
 
     def _open_streams(self) -> None:
         """Open as many streams as there are slots. If none was open, the server may have been restarted unnoticed:
@@ -529,6 +529,12 @@ class RemoteBackend:
 
     def _end_streams(self) -> None:
         """End all streams at the server. Unfinished requests are queued again, before those that waited."""
+        if not self._dialect.reports_ends:
+            for arrival in self._client.arrivals(0.0):
+                self._take(arrival)
+            self._requeue_all()
+            self._dialect.halt(self._client)
+            return
         ended: list[GenerationRequest] = []
         self._ended_by_us = ended
 

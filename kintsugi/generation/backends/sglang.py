@@ -63,6 +63,7 @@ class SGLang:
     generate_path = "/generate"
     how_to_scale = "without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
     keeps_streams = False
+    reports_ends = True
 
     def connect(self, client: HttpClient, greeting: Greeting) -> bool | None:
         """SGLang has no call that would try it."""

@@ -1,4 +1,4 @@
-"""vLLM (0.32): tokens in and out by `/inference/v1/generate`, weights by its endpoints for reinforcement learning.
+"""vLLM (0.25, 0.32): tokens in and out by `/inference/v1/generate`, weights by its endpoints for RL.
 
 It has to be started with `VLLM_SERVER_DEV_MODE=1` in its environment and `--enable-scale-out --logprobs-mode
 processed_logprobs`. Log-probabilities are then those of the distribution that it samples from: at the temperature (1
@@ -8,6 +8,10 @@ Weights go through its weight transfer (init, start, update, finish) where it wa
 through `reload_weights` of a folder otherwise. Requests are frozen meanwhile and keep their KV cache unless it is to be
 recomputed. The label of the weights is the salt of the prefix cache: no request uses entries of other weights than it
 was started with.
+
+vLLM before `/weight_info` does not know labels, and does not report which tokens are of which weights. There the plugin
+is required, which keeps the label in its receipts, and streams are closed before an update, so that each is of one
+version.
 """
 
 from __future__ import annotations
@@ -93,10 +97,15 @@ class Vllm:
     name = "vLLM"
     generate_path = "/inference/v1/generate"
     how_to_scale = "with --logprobs-mode processed_logprobs"
-    keeps_streams = True
+    reports_ends = False
 
     def __init__(self) -> None:
         self._has_plugin = False
+        self._has_labels = True
+
+    @property
+    def keeps_streams(self) -> bool:
+        return self._has_labels
 
     def connect(self, client: HttpClient, greeting: Greeting) -> bool | None:
         body = {"init_info": {"path": greeting.path, "content": greeting.content}}
@@ -106,6 +115,12 @@ class Vllm:
         except (WorldError, IntegrityError):
             # It was started without the plugin; if it is gone, the next call shows it.
             self.health(client)
+            if not self._has_labels:
+                raise ConfigError(
+                    f"`generation.urls`: expected the vLLM server at {client.url} to name its weights: this version "
+                    "of vLLM does so only with --worker-extension-cls kintsugi_vllm.WeightReceipts and "
+                    "--weight-transfer-config (docs/generation_backends.md)"
+                ) from None
             return None
         self._has_plugin = True
         return all(receipt.reads_memory for receipt in receipts)
@@ -116,7 +131,8 @@ class Vllm:
         return "vLLM reads each version from a folder: its weight transfer needs --weight-transfer-config"
 
     def max_length(self, client: HttpClient) -> int:
-        if client.status("GET", "/weight_info") == 404:
+        self._has_labels = client.status("GET", "/weight_info") != 404
+        if not self._has_labels and client.status("GET", "/is_paused") == 404:
             raise ConfigError(
                 f"`generation.urls`: expected the vLLM server at {client.url} to have its endpoints for weights: start "
                 "it with VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -133,6 +149,10 @@ class Vllm:
         client.call("GET", "/health", what="its health", timeout_s=HEALTH_TIMEOUT_S)
 
     def label(self, client: HttpClient) -> str:
+        if not self._has_labels:
+            return ", ".join(
+                dict.fromkeys(receipt.label or "without a label" for receipt in self._receipts(client))
+            )
         return str(client.call("GET", "/weight_info", what="the name of its weights")["weight_version"])
 
     def check(self, sampling: SamplingParams) -> None:

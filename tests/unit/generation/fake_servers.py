@@ -63,6 +63,7 @@ class FakeServer:
         self.num_deaf = 0
         """So many streams go on when all are to end."""
         self.label = "default"
+        self.reports_aborts = True
         self.scales = True
         self.orders: list[Order] = []
         self.calls: list[str] = []
@@ -93,6 +94,10 @@ class FakeServer:
     def close(self) -> None:
         """Nobody answers at its address any more."""
         self._call(self._runner.cleanup())
+
+    def forget(self) -> None:
+        """Have the label of a server that has just started."""
+        self.label = "default"
 
     @property
     def offset(self) -> int:
@@ -191,6 +196,8 @@ class FakeServer:
         async for sampled in self.sample(order):
             if sampled is not None:
                 so_far.append(sampled)
+            elif not self.reports_aborts:
+                break
             data = json.dumps(event(so_far, sampled))
             await response.write(f"data: {data}\n\n".encode())
             if self.fault == "dies" and len(so_far) == 2:
@@ -201,10 +208,14 @@ class FakeServer:
 
 
 class FakeVllm(FakeServer):
-    """As of vLLM 0.32 with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, with or without the plugin."""
+    """As of vLLM 0.32 with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, with or without the plugin; without labels
+    as of 0.25."""
 
-    def __init__(self, *, dev_mode: bool = True, scale_out: bool = True, plugin: bool = True) -> None:
+    def __init__(
+        self, *, dev_mode: bool = True, scale_out: bool = True, plugin: bool = True, labels: bool = True
+    ) -> None:
         super().__init__()
+        self.has_labels = self.reports_aborts = labels
         self.scale_out = scale_out
         self.has_plugin = plugin
         self.is_updating = False
@@ -225,9 +236,15 @@ class FakeVllm(FakeServer):
             web.get("/v1/models", self._models),
             web.post("/inference/v1/generate", self._generate),
         ]
-        if dev_mode:
+        if dev_mode and labels:
             routes += [
                 web.get("/weight_info", self._weight_info),
+                web.post("/update_weight_version", self._update_weight_version),
+                web.post("/weight_checker", self._weight_checker),
+            ]
+        if dev_mode:
+            routes += [
+                web.get("/is_paused", self._ok),
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
                 web.post("/collective_rpc", self._collective_rpc),
@@ -235,10 +252,12 @@ class FakeVllm(FakeServer):
                 web.post("/start_weight_update", self._start_weight_update),
                 web.post("/update_weights", self._update_weights),
                 web.post("/finish_weight_update", self._finish_weight_update),
-                web.post("/update_weight_version", self._update_weight_version),
-                web.post("/weight_checker", self._weight_checker),
             ]
         self.app.add_routes(routes)
+
+    def forget(self) -> None:
+        super().forget()
+        self.receipt |= {"label": ""}
 
     async def _ok(self, request: web.Request) -> web.Response:
         return web.json_response({"success": True})
@@ -351,7 +370,8 @@ class FakeVllm(FakeServer):
             tops = [{"token_id": token, "logprob": value} for token, value in new.tops]
             content = [{"token_id": new.token, "logprob": new.logprob, "top_logprobs": tops}]
         finish = "abort" if new is None else new.finish
-        spans = _spans([each.label for each in so_far]) if finish and so_far else None
+        has_spans = self.has_labels and finish and so_far
+        spans = _spans([each.label for each in so_far]) if has_spans else None
         choice = {
             "index": 0,
             "finish_reason": finish,
