@@ -46,9 +46,20 @@ _NO_BYTES = hashlib.sha256().hexdigest()
 
 
 class _Candidate(msgspec.Struct):
-    token_id: int
-    logprob: float | None
+    token: str = ""
+    """`token_id:7` in vLLM 0.25, which has no `token_id`."""
+    logprob: float | None = None
     """None if it was not a number."""
+    token_id: int | None = None
+
+    @property
+    def id(self) -> int:
+        if self.token_id is not None:
+            return self.token_id
+        name, _, number = self.token.partition(":")
+        if name != "token_id" or not number.isdecimal():
+            raise msgspec.ValidationError(f"expected a token as token_id:7, got {self.token!r}")
+        return int(number)
 
 
 class _Place(_Candidate):
@@ -363,5 +374,5 @@ def _number(candidate: _Candidate) -> float:
 
 def _most_likely(candidates: Sequence[_Candidate], count: int) -> list[tuple[int, float]]:
     """The `count` most likely tokens; the list also contains the sampled token, which may not be one of them."""
-    ranked = sorted({each.token_id: _number(each) for each in candidates}.items(), key=lambda item: -item[1])
+    ranked = sorted({each.id: _number(each) for each in candidates}.items(), key=lambda item: -item[1])
     return ranked[:count]

@@ -367,8 +367,8 @@ class FakeVllm(FakeServer):
     def _event(self, so_far: list[Sampled], new: Sampled | None) -> Any:
         content = []
         if new is not None and self.fault != "drops logprobs":
-            tops = [{"token_id": token, "logprob": value} for token, value in new.tops]
-            content = [{"token_id": new.token, "logprob": new.logprob, "top_logprobs": tops}]
+            tops = [{**self._named(token), "logprob": value} for token, value in new.tops]
+            content = [{**self._named(new.token), "logprob": new.logprob, "top_logprobs": tops}]
         finish = "abort" if new is None else new.finish
         has_spans = self.has_labels and finish and so_far
         spans = _spans([each.label for each in so_far]) if has_spans else None
@@ -380,6 +380,10 @@ class FakeVllm(FakeServer):
             "weight_versions": spans,
         }
         return {"request_id": "generate-tokens-x", "choices": [choice]}
+
+    def _named(self, token: int) -> dict[str, Any]:
+        named: dict[str, Any] = {"token": f"token_id:{token}"}
+        return named | {"token_id": token} if self.has_labels else named
 
 
 def _content(path: str) -> bytes:
