@@ -2,6 +2,7 @@
 
     python benchmarks/weight_sync.py [--megabytes 256] [--rounds 9] [--json FILE]
     python benchmarks/weight_sync.py --between-hosts [--chain 4] --json FILE
+    python benchmarks/weight_sync.py --between-hosts --deltas 0.01 0.03 --json FILE
     python benchmarks/weight_sync.py --device cuda --json FILE
 
 On the CPU: a process that publishes, one that stands for the node agent and one that fetches, one thread each. Every
@@ -10,6 +11,8 @@ are medians over rounds of speeds and of shares of memcpy. `fetch` includes the 
 the model's parameters. What arrived is compared with what was sent after every fetch.
 
 With `--between-hosts` (`weight_sync_hosts.py`, root): by stream between network namespaces, against raw TCP.
+
+With `--deltas` as differences to the version before.
 
 With `--device cuda` (`weight_sync_gpu.py`): 1.5 B parameters in bfloat16 on one card between two processes, swapped in
 while the second one decodes.
@@ -282,6 +285,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--between-hosts", action="store_true")
     parser.add_argument("--chain", type=int, default=4, help="hosts of the chain, with --between-hosts")
+    parser.add_argument("--deltas", type=float, nargs="+", default=[], help="shares of elements that change")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Any] = {
@@ -294,6 +298,13 @@ def main() -> None:
 
         found |= weight_sync_gpu.run(json_path=arguments.json, found=found)
         weight_sync_gpu.show(found)
+    elif arguments.between_hosts and arguments.deltas:
+        from benchmarks import weight_sync_hosts
+
+        found |= weight_sync_hosts.run_deltas(
+            megabytes=arguments.megabytes, rounds=arguments.rounds, shares=arguments.deltas
+        )
+        weight_sync_hosts.show_deltas(found)
     elif arguments.between_hosts:
         from benchmarks import weight_sync_hosts
 

@@ -13,6 +13,9 @@ other one an agent and a server. Every round measures, one after the other:
 
 `--chain N`: N hosts fetch one version, each from the one before, against one host alone. Links are limited to `LINK`,
 so that not the CPU, which all hosts share here, is measured.
+
+`--deltas SHARE ...`: one host that holds the version before, over links of `LINK`; weights in bfloat16 of which this
+share of elements changes per version, spread evenly: as a difference, against the whole version in the same round.
 """
 
 from __future__ import annotations
@@ -42,11 +45,21 @@ from kintsugi.process.loop_calls import LoopCalls
 from kintsugi.protocol.bulk import BulkMode, OpenBulk
 from kintsugi.protocol.membership import AddressBook
 from kintsugi.protocol.recovery import StateFetched
-from kintsugi.protocol.weights import FetchWeights, HoldWeights, Publish, Published, UploadWeights
+from kintsugi.protocol.weights import (
+    FetchWeights,
+    HoldDelta,
+    HoldWeights,
+    Publish,
+    Published,
+    UploadWeights,
+)
+from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.digests import piece_digest
 from kintsugi.transport import Delivery, Endpoint, Reply, new_key_pair
 from kintsugi.types import Peer, StreamSource
+from kintsugi.weights.delta_choice import DeltaChoice
 from kintsugi.weights.fetch import Fetcher
+from kintsugi.weights.manifest import tensor_bytes
 from kintsugi.weights.publish import Publisher
 from kintsugi.weights.transports.relay import RelayTransport
 from kintsugi.weights.transports.stream import StreamFetch
@@ -71,6 +84,9 @@ class Setup(msgspec.Struct, frozen=True):
     secret_key: bytes
     megabytes: int
     mode: BulkMode
+    changes: float = -1.0
+    """Share of the elements that change per version of weights in bfloat16, which agents may fetch as a difference. If
+    negative: weights in float32 that are fetched whole."""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -93,6 +109,26 @@ class Told(msgspec.Struct, frozen=True):
     state: StateFetched | None = None
     seconds: dict[str, float] = {}
     error: str = ""
+
+
+class Whole(DeltaChoice):
+    """Never asks for a difference."""
+
+    def is_worth_asking(self, size: int) -> bool:
+        return False
+
+
+class Difference(DeltaChoice):
+    """Asks for one version in two as a difference, whatever it costs, so that both are measured in turn."""
+
+    num_asked = 0
+
+    def is_worth_asking(self, size: int) -> bool:
+        self.num_asked += 1
+        return self.num_asked % 2 == 0
+
+    def pays(self, size: int, num_bytes: int) -> bool:
+        return True
 
 
 class Uploaded:
@@ -156,11 +192,18 @@ class AgentProcess(Process):
             process=self.setup.process,
             segments=OwnSegments(server),
             emit=lambda event: print(event, file=sys.stderr, flush=True),
+            choice=Whole() if self.setup.changes < 0 else Difference(),
         )
         return super().begin()
 
+    def carry_out(self, order: Order) -> Told:
+        """Tell what was fetched so far."""
+        counters = COUNTERS.snapshot().counters
+        names = ("weights.deltas", "weights.delta_bytes", "bulk.bytes_fetched")
+        return Told(seconds={name: float(counters.get(name, 0)) for name in names})
+
     def answer(self, delivery: Delivery) -> None:
-        if isinstance(delivery.body, UploadWeights | HoldWeights):
+        if isinstance(delivery.body, UploadWeights | HoldWeights | HoldDelta):
             self._holder.handle(delivery)
         else:
             super().answer(delivery)
@@ -176,6 +219,10 @@ class RankProcess(Process):
         torch.manual_seed(0)
         count = self.setup.megabytes * 250_000 // 16
         self._weights = {f"layer.{index:02}": torch.randn(count) for index in range(16)}
+        if self.setup.changes >= 0:
+            self._weights = {
+                f"layer.{index:02}": torch.randn(2 * count).to(torch.bfloat16) for index in range(16)
+            }
         snapshot = {name: tensor.clone() for name, tensor in self._weights.items()}
         manifest = describe_state(snapshot, step=1)
         offer = self.bulk.server.offer(STATE, state_export(manifest, snapshot))
@@ -222,7 +269,12 @@ class RankProcess(Process):
             )
             return Told()
         # A step of training, as far as weights are concerned: every version is another than all before.
-        next(iter(self._weights.values())).mul_(1.01)
+        if self.setup.changes < 0:
+            next(iter(self._weights.values())).mul_(1.01)
+        else:
+            for tensor in self._weights.values():
+                changed = torch.rand(tensor.shape) < self.setup.changes
+                tensor.view(torch.int16)[changed] ^= 1  # By one unit in the last place.
         since = time.perf_counter()
         published = Published(*self._publisher.publish(self._weights, order.publish))
         return Told(published=published, seconds={"publish": time.perf_counter() - since})
@@ -265,7 +317,7 @@ class ServerProcess(Process):
         swapped_at = time.perf_counter()
         fetched.release()
         for piece in order.fetch.manifest.pieces:
-            data = self._parameters[piece.name].numpy().reshape(-1).view("u1").data
+            data = tensor_bytes(self._parameters[piece.name])
             assert piece_digest(data) == piece.digest, f"{piece.name} is not what was published"
         return Told(seconds={"fetch": fetched_at - since, "swap": swapped_at - fetched_at})
 
@@ -370,7 +422,9 @@ class Side:
 class Between:
     """Hosts with agents and servers, and the rank on the first."""
 
-    def __init__(self, places: Sequence[HostNamespaces], *, megabytes: int, mode: BulkMode) -> None:
+    def __init__(
+        self, places: Sequence[HostNamespaces], *, megabytes: int, mode: BulkMode, changes: float = -1.0
+    ) -> None:
         self._resources = ExitStack()
         job, self.version, sides = f"bench{uuid4().hex[:8]}", 0, dict[str, Side]()
 
@@ -379,7 +433,16 @@ class Between:
             network = next(path for path in place.namespaces if path.endswith("/net"))
             sides[process] = Side(
                 Setup(
-                    process, place.name, place.address, network, job, public_key, secret_key, megabytes, mode
+                    process,
+                    place.name,
+                    place.address,
+                    network,
+                    job,
+                    public_key,
+                    secret_key,
+                    megabytes,
+                    mode,
+                    changes,
                 )
             )
             self._resources.callback(sides[process].close)
@@ -392,7 +455,8 @@ class Between:
         peers = tuple(peer for each in sides.values() for peer in each.told.peers)
         for each in sides.values():
             each.ask(Order(peers=peers))
-        self.rank, self.servers = sides[RANK], [sides[f"server-{index}"] for index in range(1, len(places))]
+        self.rank, self.agents = sides[RANK], [sides[f"agent-{index}"] for index in range(len(places))]
+        self.servers = [sides[f"server-{index}"] for index in range(1, len(places))]
 
     def publish(self, *, hosts: int) -> Told:
         self.version += 1
@@ -469,17 +533,65 @@ def run(*, megabytes: int, rounds: int, chain: int) -> dict[str, Any]:
 
 def run_chain(places: Sequence[HostNamespaces], *, chain: int, megabytes: int = 192) -> dict[str, Any]:
     """Seconds for one host and for a chain of them, over links of a limited rate."""
+    limit_links(places)
+    with closing(Between(places, megabytes=megabytes, mode="authenticated")) as between:
+        between.measure(hosts=chain)
+        one = statistics.median(between.measure(hosts=1)["fetch"] for _ in range(3))
+        many = statistics.median(between.measure(hosts=chain)["fetch"] for _ in range(3))
+    return {"hosts": chain, "link": LINK, "bytes": megabytes * 1_000_000, "one_s": one, "chain_s": many}
+
+
+def limit_links(places: Sequence[HostNamespaces]) -> None:
     for place in places:
         network = next(path for path in place.namespaces if path.endswith("/net"))
         subprocess.run(
             ["nsenter", f"--net={network}", *TC, "rate", LINK, "burst", "256kb", "latency", "50ms"],
             check=True,
         )
-    with closing(Between(places, megabytes=megabytes, mode="authenticated")) as between:
-        between.measure(hosts=chain)
-        one = statistics.median(between.measure(hosts=1)["fetch"] for _ in range(3))
-        many = statistics.median(between.measure(hosts=chain)["fetch"] for _ in range(3))
-    return {"hosts": chain, "link": LINK, "bytes": megabytes * 1_000_000, "one_s": one, "chain_s": many}
+
+
+def run_deltas(*, megabytes: int, rounds: int, shares: Sequence[float]) -> dict[str, Any]:
+    """Seconds to fetch a version as a difference and whole, for each share of changed elements."""
+    from kintsugi.lab.testbed.hosts import Hosts
+
+    found: dict[str, Any] = {"link": LINK, "bytes": megabytes * 1_000_000, "rounds": rounds, "deltas": []}
+    with tempfile.TemporaryDirectory(prefix="weight_sync-") as folder, ExitStack() as resources:
+        hosts = resources.enter_context(closing(Hosts(2, folder=Path(folder))))
+        limit_links(hosts.places)
+        for share in shares:
+            with closing(
+                Between(hosts.places, megabytes=megabytes, mode="authenticated", changes=share)
+            ) as between:
+                between.measure()
+                seconds: dict[str, list[float]] = {"whole": [], "difference": []}
+                sizes = []
+                for _ in range(2 * rounds + 2):
+                    before = between.agents[1].ask(Order()).seconds
+                    fetch_s = between.measure()["fetch"]
+                    after = between.agents[1].ask(Order()).seconds
+                    is_difference = after["weights.deltas"] > before["weights.deltas"]
+                    seconds["difference" if is_difference else "whole"].append(fetch_s)
+                    if is_difference:
+                        sizes.append(after["weights.delta_bytes"] - before["weights.delta_bytes"])
+            found["deltas"].append(
+                {
+                    "changed": share,
+                    "difference_bytes": statistics.median(sizes),
+                    "whole_s": statistics.median(seconds["whole"][1:]),
+                    "difference_s": statistics.median(seconds["difference"][1:]),
+                    "load": os.getloadavg()[0],
+                }
+            )
+    return found
+
+
+def show_deltas(found: Mapping[str, Any]) -> None:
+    for each in found["deltas"]:
+        print(
+            f"{found['bytes'] / 1e6:.0f} MB of bfloat16 over {found['link']}, {each['changed']:.1%} of the elements "
+            f"change: difference {each['difference_bytes'] / found['bytes']:.1%} of the bytes, "
+            f"{each['difference_s']:.2f} s, whole {each['whole_s']:.2f} s, load {each['load']:.1f}"
+        )
 
 
 def show(found: Mapping[str, Any]) -> None:

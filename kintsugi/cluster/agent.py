@@ -67,7 +67,7 @@ from kintsugi.protocol.bulk import OpenBulk
 from kintsugi.protocol.hosts import FetchFile, KeepCheckpoint, ListFiles, StoreFile
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.recovery import FetchState, KeepState
-from kintsugi.protocol.weights import HoldWeights, UploadWeights
+from kintsugi.protocol.weights import HoldDelta, HoldWeights, UploadWeights
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
@@ -246,7 +246,7 @@ class Agent:
                 pass
             case KeepState() | FetchState():
                 self._peer_snapshots.handle(delivery)
-            case UploadWeights() | HoldWeights():
+            case UploadWeights() | HoldWeights() | HoldDelta():
                 self._weight_holder.handle(delivery)
             case OpenBulk(certificate=certificate):
                 self._open_bulk(delivery, certificate)

@@ -6,6 +6,8 @@ An agent holds the latest two versions, each in shared memory of its host. The m
     same host     a rank published the whole version in this host's memory: it is offered as it is, without a copy
     chain         the agent fetches the version from the agent before it, the meta-server, or the ranks
 
+The agent of a chain that holds an earlier version fetches the difference where that is faster (`weight_deltas`).
+
 While a version arrives, its slices are offered to the next host of the chain; the processes of this host get it when it
 is whole and verified. Decisions are taken in the agent's loop; background threads only fetch.
 """
@@ -25,14 +27,19 @@ from typing import Protocol
 from kintsugi.bulk.endpoint import BulkEndpoint
 from kintsugi.bulk.exports import FileExport
 from kintsugi.bulk.pull import EventSink, Pull, Share
-from kintsugi.errors import KintsugiError, RefusedError
+from kintsugi.cluster.weight_deltas import DeltaFetch, Difference, HeldVersion, make_difference
+from kintsugi.errors import KintsugiError, RefusedError, WorldError, damage_of
 from kintsugi.process.loop_calls import LoopCalls
 from kintsugi.protocol.bulk import BulkOffer
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.messages import Body
-from kintsugi.protocol.weights import HoldWeights, UploadWeights, WeightsHeld
+from kintsugi.protocol.weights import DeltaHeld, HoldDelta, HoldWeights, UploadWeights, WeightsHeld
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.counters import COUNTERS
+from kintsugi.telemetry.events import BytesDamaged, Note
 from kintsugi.transport import Delivery
 from kintsugi.types import Piece, Role, StreamSource, WeightManifest, role_of
+from kintsugi.weights.delta_choice import DeltaChoice
 from kintsugi.weights.transports.shared_memory import (
     VERSIONS_KEPT,
     WeightSegments,
@@ -78,7 +85,14 @@ class _Version:
     failure: Exception | None = None
     """Error of an upload: the version will not be whole here."""
     num_pulls: int = 0
-    """Threads that may still write to the memory."""
+    """Threads that may still write to the memory, or read it for a difference."""
+    difference: Difference | None = None
+    delta_offer: BulkOffer | None = None
+    delta_waiting: list[Delivery] = field(default_factory=list)
+    is_delta_awaited: bool = False
+    """Whether a difference is on its way here, or being made."""
+    delta_refusal: str = ""
+    """Reason why no difference is made of this version."""
 
     def fits(self, pieces: Mapping[int, Piece]) -> bool:
         """Whether these are pieces of this version, and not of one that a rollback has undone."""
@@ -88,12 +102,16 @@ class _Version:
         return all(index in self.pieces and index not in self.missing for index in pieces)
 
     @property
+    def held(self) -> HeldVersion:
+        return HeldVersion(self.number, dict(self.pieces), self.buffer, self.export.reading)
+
+    @property
     def is_whole(self) -> bool:
         return self.expected is not None and len(self.pieces) == self.expected and not self.missing
 
 
 class WeightHolder:
-    """Answers `UploadWeights` and `HoldWeights`; never blocks the loop for a transfer."""
+    """Answers `UploadWeights`, `HoldWeights` and `HoldDelta`; never blocks the loop for a transfer."""
 
     def __init__(
         self,
@@ -104,6 +122,7 @@ class WeightHolder:
         process: str,
         segments: WeightSegments,
         emit: EventSink = lambda event: None,
+        choice: DeltaChoice | None = None,
     ) -> None:
         """`segments` is the shared memory of this host. `emit` records slow sources, from any thread."""
         self._replies = replies
@@ -113,6 +132,7 @@ class WeightHolder:
         self._segments = segments
         self._writable = WritableSegments(segments)
         self._emit = emit
+        self._choice = choice or DeltaChoice()
         self._versions: dict[int, _Version] = {}
         self._published: dict[str, int] = {}
         """Latest version that each rank has published."""
@@ -127,6 +147,8 @@ class WeightHolder:
         try:
             if isinstance(body, UploadWeights):
                 self._take_upload(delivery, body)
+            elif isinstance(body, HoldDelta):
+                self._take_hold_delta(delivery, body)
             else:
                 assert isinstance(body, HoldWeights)
                 self._hold(delivery, body)
@@ -217,7 +239,17 @@ class WeightHolder:
     # Requests of servers and of other agents.
 
     def _hold(self, delivery: Delivery, request: HoldWeights) -> None:
-        manifest, source = request.manifest, request.source
+        version = self._held_or_begun(request.manifest, request.source)
+        if request.is_awaited and not version.is_whole:
+            if version.failure is not None:
+                raise version.failure
+            if len(version.waiting) >= MAX_WAITING:
+                raise RefusedError(f"{MAX_WAITING} requests wait for version {version.number} already")
+            version.waiting.append(delivery)
+        else:
+            self._replies.reply(delivery, WeightsHeld(version.number, version.segment, version.offer))
+
+    def _held_or_begun(self, manifest: WeightManifest, source: StreamSource) -> _Version:
         pieces = dict(enumerate(manifest.pieces))
         version = self._version_for(manifest.version, pieces, size=manifest.size)
         if version.expected is None:
@@ -227,23 +259,176 @@ class WeightHolder:
             if source.process != self._process:
                 self._pull_from_others(version, manifest, source)
             self._finish_if_whole(version)
-        if request.is_awaited and not version.is_whole:
-            if version.failure is not None:
-                raise version.failure
-            if len(version.waiting) >= MAX_WAITING:
-                raise RefusedError(f"{MAX_WAITING} requests wait for version {manifest.version} already")
-            version.waiting.append(delivery)
-        else:
-            self._replies.reply(delivery, WeightsHeld(version.number, version.segment, version.offer))
+        return version
 
     def _pull_from_others(self, version: _Version, manifest: WeightManifest, source: StreamSource) -> None:
+        shares = shares_of(manifest, source, own=self._process)
+        process = shares[0].sources[0]
+        base = self._base_for(version)
+        attempt: DeltaFetch | None = None
+        if (
+            base is not None
+            and role_of(process) is Role.AGENT
+            and self._choice.is_worth_asking(manifest.size)
+        ):
+            attempt = self._begin_delta(version, manifest, source, base)
+
+        def fetch(pull: Pull) -> None:
+            if attempt is not None and self._attempt_delta(version, attempt, process):
+                return
+            since = SYSTEM_CLOCK.monotonic()
+            pull.run()
+            self._choice.note_whole(manifest.size, SYSTEM_CLOCK.monotonic() - since)
+
         self._begin_pull(
             version,
             dict(enumerate(manifest.pieces)),
-            shares_of(manifest, source, own=self._process),
+            shares,
             locate=lambda process: locate(process, manifest, source, call=self._calls.call),
             done=self._pulled,
+            fetch=fetch,
         )
+
+    # Differences.
+
+    def _base_for(self, version: _Version) -> _Version | None:
+        """The latest whole version with the same tensors."""
+        found = [
+            other
+            for other in self._versions.values()
+            if other is not version and other.is_whole and other.held.has_pieces_of(version.pieces)
+        ]
+        return max(found, key=lambda other: other.number, default=None)
+
+    def _begin_delta(
+        self, version: _Version, manifest: WeightManifest, source: StreamSource, base: _Version
+    ) -> DeltaFetch:
+        version.is_delta_awaited = True
+        base.num_pulls += 1
+
+        def release() -> None:
+            base.num_pulls -= 1
+
+        return DeltaFetch(
+            manifest,
+            source,
+            base.held,
+            client=self._bulk.client,
+            choice=self._choice,
+            call=self._calls.call,
+            emit=self._emit,
+            check=lambda: _check_held(version, self._versions),
+            release=lambda: self._calls.run(release),
+        )
+
+    def _attempt_delta(self, version: _Version, attempt: DeltaFetch, process: str) -> bool:
+        """In a background thread: fetch a difference and apply it; False if the version has to come whole."""
+        try:
+            difference = attempt.fetch(process)
+            self._calls.run(lambda: self._offer_difference(version, difference))
+            attempt.apply(
+                difference,
+                into=lambda index: _place(version.buffer, version.pieces[index]),
+                arrived=version.export.arrived,
+                origin=process,
+            )
+        except (WorldError, OSError) as error:
+            self._choice.note_refused()
+            self._emit(Note(f"version {version.number} comes whole: {error}"))
+            if isinstance(error, WorldError) and (damage := damage_of(error)) is not None:
+                self._emit(BytesDamaged(str(error), origin=damage.origin))
+            reason = f"version {version.number} comes whole to {self._process}"
+            self._calls.run(lambda: self._refuse_difference(version, reason))
+            return False
+        finally:
+            attempt.release()
+        COUNTERS.add("weights.deltas")
+        COUNTERS.add("weights.delta_bytes", difference.size)
+        return True
+
+    def _take_hold_delta(self, delivery: Delivery, request: HoldDelta) -> None:
+        version = self._held_or_begun(request.manifest, request.source)
+        if len(version.delta_waiting) >= MAX_WAITING:
+            raise RefusedError(
+                f"{MAX_WAITING} requests wait for a difference to version {version.number} already"
+            )
+        version.delta_waiting.append(delivery)
+        self._answer_deltas(version)
+
+    def _answer_deltas(self, version: _Version) -> None:
+        """Answer requests for a difference, as far as it is known what becomes of it."""
+        waiting, version.delta_waiting = version.delta_waiting, []
+        for delivery in waiting:
+            assert isinstance(delivery.body, HoldDelta)
+            try:
+                held = self._difference_for(version, delivery.body)
+            except KintsugiError as error:
+                self._replies.fail(delivery, error)
+                continue
+            if held is None:
+                version.delta_waiting.append(delivery)
+            else:
+                self._replies.reply(delivery, held)
+
+    def _difference_for(self, version: _Version, request: HoldDelta) -> DeltaHeld | None:
+        """None if it is not ready; RefusedError if there will be none."""
+        if version.difference is not None and version.difference.leads_from(request):
+            assert version.delta_offer is not None
+            return version.difference.held(version.number, version.delta_offer)
+        if version.delta_refusal:
+            raise RefusedError(version.delta_refusal)
+        base = self._versions.get(request.base_version)
+        if base is None or not base.is_whole or base.held.digest != request.base_digest:
+            raise RefusedError(
+                f"{self._process} does not hold version {request.base_version} as it was named"
+            )
+        is_from_ranks = request.source.process == self._process
+        if not (version.is_whole or version.is_delta_awaited or is_from_ranks):
+            raise RefusedError(f"version {version.number} comes whole to {self._process}")
+        if version.is_whole and not version.is_delta_awaited:
+            self._make_difference(version, base)
+        return None
+
+    def _make_difference(self, version: _Version, base: _Version) -> None:
+        version.is_delta_awaited = True
+        version.num_pulls += 1
+        base.num_pulls += 1
+        new, old = version.held, base.held
+
+        def work() -> None:
+            try:
+                difference = make_difference(new, old)
+            except Exception as error:  # noqa: BLE001 - the thread's outermost boundary: the loop answers with it.
+                reason = str(error)
+                self._calls.run(lambda: self._refuse_difference(version, reason))
+            else:
+                self._calls.run(lambda: self._offer_difference(version, difference))
+            self._calls.run(ended)
+
+        def ended() -> None:
+            version.num_pulls -= 1
+            base.num_pulls -= 1
+
+        threading.Thread(target=work, name="weights-difference", daemon=True).start()
+
+    def _offer_difference(self, version: _Version, difference: Difference) -> None:
+        version.is_delta_awaited = False
+        if self._versions.get(version.number) is version:
+            self._withdraw_difference(version)
+            name = f"weights-{version.number}-from-{difference.base_version}-{os.urandom(4).hex()}"
+            version.difference = difference
+            version.delta_offer = self._bulk.server.offer(name, difference.export())
+        self._answer_deltas(version)
+
+    def _refuse_difference(self, version: _Version, reason: str) -> None:
+        version.is_delta_awaited = False
+        version.delta_refusal = reason
+        self._answer_deltas(version)
+
+    def _withdraw_difference(self, version: _Version) -> None:
+        if version.delta_offer is not None:
+            self._bulk.server.withdraw(version.delta_offer.export)
+        version.difference = version.delta_offer = None
 
     def _pulled(self, version: _Version, error: Exception | None) -> None:
         if error is None:
@@ -318,6 +503,10 @@ class WeightHolder:
         version = self._versions.pop(number)
         version.export.end(f"version {number} is not offered any more: {reason}")
         self._bulk.server.withdraw(version.offer.export)
+        self._withdraw_difference(version)
+        for delivery in version.delta_waiting:
+            self._replies.fail(delivery, RefusedError(f"version {number} is not held any more: {reason}"))
+        version.delta_waiting = []
         unlock(version.descriptor)
         if version.num_pulls:  # A thread may still write to this memory: the next version gets other memory.
             self._writable.remove(version.segment)
@@ -335,10 +524,12 @@ class WeightHolder:
         waiting, version.waiting = version.waiting, []
         for delivery in waiting:
             self._replies.reply(delivery, WeightsHeld(version.number, version.segment, version.offer))
+        self._answer_deltas(version)
 
     def _fail_waiting(self, version: _Version, error: Exception) -> None:
         """Answer those that wait for a version that will not be whole here: they fetch for themselves."""
         version.failure = error
+        self._refuse_difference(version, str(error))
         waiting, version.waiting = version.waiting, []
         for delivery in waiting:
             self._replies.fail(delivery, error)
@@ -351,6 +542,7 @@ class WeightHolder:
         *,
         locate: Callable[[str], BulkOffer],
         done: Callable[[_Version, Exception | None], object],
+        fetch: Callable[[Pull], object] = Pull.run,
     ) -> None:
         """Fetch in a background thread; `done` is called in the loop."""
         version.num_pulls += 1
@@ -369,7 +561,7 @@ class WeightHolder:
         def work() -> None:
             error: Exception | None = None
             try:
-                pull.run()
+                fetch(pull)
             except Exception as failure:  # noqa: BLE001 - the thread's outermost boundary: the loop answers with it.
                 error = failure
             self._calls.run(lambda: ended(error))

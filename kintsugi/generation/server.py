@@ -51,7 +51,7 @@ from kintsugi.process.shell import Mailbox, Shell
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.generation import Cancel, Generate, Interrupt, Produced
 from kintsugi.protocol.membership import Ok
-from kintsugi.protocol.weights import FetchWeights, HoldWeights, LoadWeights, WeightsLoaded
+from kintsugi.protocol.weights import FetchWeights, HoldDelta, HoldWeights, LoadWeights, WeightsLoaded
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
@@ -473,7 +473,9 @@ def _note_memory(device: torch.device) -> None:
         PEAKS.note_device(torch.cuda, device)
 
 
-def _call(shell: Shell, process: str, request: FetchWeights | HoldWeights, deadline_s: float) -> Reply:
+def _call(
+    shell: Shell, process: str, request: FetchWeights | HoldWeights | HoldDelta, deadline_s: float
+) -> Reply:
     return shell.call(process, request, deadline_s=deadline_s)
 
 

@@ -28,6 +28,7 @@ One module per link holds the structs. Nothing is pickled or evaluated; decoding
 | FetchRelayed                     | model → model        | Relayed            |
 | FetchWeights                     | server → model, agent → model | WeightsFetched |
 | HoldWeights                      | server → agent, agent → agent | WeightsHeld |
+| HoldDelta                        | agent → agent        | DeltaHeld          |
 | UploadWeights                    | model → agent        | Ok                 |
 | FetchState                       | model → model, model → agent | StateFetched |
 | KeepState                        | model → agent        | Ok                 |
@@ -126,7 +127,9 @@ from kintsugi.protocol.training import (
     WeightsHashed,
 )
 from kintsugi.protocol.weights import (
+    DeltaHeld,
     FetchWeights,
+    HoldDelta,
     HoldWeights,
     LoadWeights,
     Publish,
@@ -178,7 +181,9 @@ Body = (
     | Published
     | FetchWeights
     | WeightsFetched
+    | HoldDelta
     | HoldWeights
+    | DeltaHeld
     | WeightsHeld
     | UploadWeights
     | LoadWeights

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from kintsugi.protocol.body import MessageBody
 from kintsugi.protocol.bulk import BulkOffer
 from kintsugi.types import (
@@ -66,6 +68,34 @@ class WeightsHeld(MessageBody, frozen=True):
     """Shared memory of the agent's host with the version."""
     offer: BulkOffer
     """The same for other hosts; pieces that are still arriving are sent as they arrive."""
+
+
+class HoldDelta(MessageBody, frozen=True):
+    """Ask an agent for the difference of a version to an earlier one, which the host of the sender holds."""
+
+    manifest: WeightManifest
+    source: StreamSource
+    base_version: int
+    base_digest: str
+    """Digest of the earlier version; an agent that holds another one under its number refuses."""
+
+
+class DeltaPiece(msgspec.Struct, frozen=True, array_like=True):
+    """Difference of one piece."""
+
+    size: int
+    digest: str
+
+
+class DeltaHeld(MessageBody, frozen=True):
+    """The difference (`weights/delta.py`) is ready to be fetched."""
+
+    version: int
+    offer: BulkOffer
+    pieces: dict[int, DeltaPiece]
+    """By the indices of the version's pieces."""
+    made_s: float
+    """How long it took to make it."""
 
 
 class UploadWeights(MessageBody, frozen=True):

@@ -7,19 +7,23 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kintsugi.config.schema import Config, GenerationSection, ModelSection
-from kintsugi.errors import WorldError
-from kintsugi.generation.backends import open_backend
+from kintsugi.errors import IntegrityError, WorldError
+from kintsugi.generation.backend import Running
+from kintsugi.generation.backends import open_backend, vllm_plugin
+from kintsugi.generation.backends.http import HttpClient
 from kintsugi.generation.backends.remote import RemoteBackend
 from kintsugi.generation.engine.requests import GenerationOutput, GenerationRequest
 from kintsugi.model import huggingface
@@ -31,6 +35,7 @@ from kintsugi.types import SamplingParams
 from tests.cluster.tiny_runs import until
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+PLUGIN = Path(vllm_plugin.__file__).parent
 MAX_LENGTH = 512
 START_TIMEOUT_S = 240.0
 PROMPTS = (
@@ -62,9 +67,11 @@ class VllmServer:
         options = ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager"]
         options += ["--max-model-len", str(MAX_LENGTH), "--max-num-seqs", "8", "--enable-scale-out"]
         options += ["--logprobs-mode", "processed_logprobs"]
+        options += ["--worker-extension-cls", "kintsugi_vllm.WeightReceipts"]
+        options += ["--weight-transfer-config", '{"backend": "kintsugi"}']
         module = "vllm.entrypoints.openai.api_server"
         settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+        settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(PLUGIN)}
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [str(PYTHON), "-m", module, "--model", str(self._folder), *options],
@@ -184,15 +191,17 @@ def test_greedy_tokens_are_ours_and_logprobs_those_of_the_trainer(
                 assert logprobs_of(model, output).argmax(-1).tolist() == output.tokens.ids.tolist()
 
 
+@pytest.mark.parametrize("running", ["keep", "recompute"])
 def test_new_weights_reach_requests_that_run(
-    folder: Path, backend: RemoteBackend, model: Transformer
+    folder: Path, backend: RemoteBackend, model: Transformer, running: Running
 ) -> None:
+    assert backend.note == "", "through vLLM's own weight transfer"
     old = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     shift(model)
     backend.load(1, old)
     backend.submit(requests(folder, temperature=1.0, max_new_tokens=MAX_LENGTH - 16))
     until(lambda: backend.step() or has_tokens(backend, 4), "some tokens of every request", timeout_s=60.0)
-    backend.load(2, dict(model.named_parameters()))
+    backend.load(2, dict(model.named_parameters()), running=running)
     num_old = {number: num_tokens(backend, number) for number in range(len(PROMPTS))}
     until(
         lambda: backend.step() or all(num_tokens(backend, each) >= num_old[each] + 8 for each in num_old),
@@ -204,7 +213,9 @@ def test_new_weights_reach_requests_that_run(
         assert output is not None and count >= 4
         versions = output.tokens.versions.tolist()
         assert versions == [1] * count + [2] * (len(versions) - count)
-        assert difference(model, output, start=count) < 1e-4 < difference(model, output)
+        assert difference(model, output) > 1e-4
+        # With the cache of the old weights, the new ones give other log-probabilities than the trainer.
+        assert (difference(model, output, start=count) < 1e-4) is (running == "recompute")
 
 
 def num_tokens(backend: RemoteBackend, number: int) -> int:
@@ -216,25 +227,70 @@ def has_tokens(backend: RemoteBackend, count: int) -> bool:
     return all(num_tokens(backend, number) >= count for number in range(len(PROMPTS)))
 
 
-def test_a_killed_server_is_an_error_in_time_and_its_requests_go_on_after_its_restart(
-    folder: Path, server: VllmServer, model: Transformer, tmp_path: Path
+def test_an_update_that_never_arrives_is_found_and_nothing_is_served(
+    folder: Path, backend: RemoteBackend, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.load(1, dict(model.named_parameters()))
+    backend.submit(requests(folder, temperature=0.0, max_new_tokens=40))
+    until(lambda: backend.step() or has_tokens(backend, 4), "some tokens of every request", timeout_s=60.0)
+    shift(model)
+    withheld: list[str] = []
+    call = HttpClient.call
+
+    def withholding(client: HttpClient, method: str, path: str, **options: Any) -> Any:
+        if path != "/update_weights":
+            return call(client, method, path, **options)
+        withheld.append(path)
+        return {"message": "Weights updated"}
+
+    monkeypatch.setattr(HttpClient, "call", withholding)
+    with pytest.raises(IntegrityError, match=r"expected .*:2 in worker 0, got an unfinished update"):
+        backend.load(2, dict(model.named_parameters()))
+    monkeypatch.undo()
+    assert withheld and backend.version == 1
+    told = call(backend._client, "GET", "/weight_info", what="the name of its weights")
+    assert told["weight_version"].endswith(":2"), "the server itself takes its weights for the new ones"
+    with pytest.raises(WorldError, match="did not take new weights"):
+        backend.step()
+    backend.load(2, dict(model.named_parameters()))
+    for output in finished(backend):
+        versions = output.tokens.versions.tolist()
+        num_old = versions.count(1)
+        assert num_old >= 4 and versions == [1] * num_old + [2] * (40 - num_old)
+        assert difference(model, output, start=num_old) < 1e-4
+
+
+def test_a_server_killed_in_an_update_is_an_error_in_time_and_its_requests_go_on_after_its_restart(
+    folder: Path, server: VllmServer, model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = opened(folder, server, tmp_path / "first")
     lost.load(1, dict(model.named_parameters()))
     lost.submit(requests(folder, temperature=0.0, max_new_tokens=40))
     until(lambda: lost.step() or has_tokens(lost, 4), "some tokens of every request", timeout_s=60.0)
-    server.process.send_signal(signal.SIGKILL)
-    assert server.process.wait(10) == -signal.SIGKILL
-    since = time.monotonic()
+    call = HttpClient.call
+    killed: list[float] = []
+
+    def kill() -> None:
+        server.kill()
+        killed.append(time.monotonic())
+
+    def killing(client: HttpClient, method: str, path: str, **options: Any) -> Any:
+        if path == "/update_weights":
+            threading.Timer(0.05, kill).start()
+        return call(client, method, path, **options)
+
+    monkeypatch.setattr(HttpClient, "call", killing)
     with pytest.raises(WorldError, match=server.url):
-        finished(lost)
-    assert time.monotonic() - since < 5.0
+        lost.load(2, dict(model.named_parameters()))
+    until(lambda: bool(killed), "the end of the server", timeout_s=10.0)
+    monkeypatch.undo()
+    assert time.monotonic() - killed[0] < 5.0 and server.process.returncode == -signal.SIGKILL
     unfinished = [lost.produced((number, 0)) for number in range(len(PROMPTS))]
+    assert all(produced is not None and set(produced.versions.tolist()) == {1} for produced in unfinished)
     lost.close()
-    server.kill()
     server.start()
     backend = opened(folder, server, tmp_path / "second")
-    backend.load(1, dict(model.named_parameters()))
+    backend.load(2, dict(model.named_parameters()))
     asked = requests(folder, temperature=0.0, max_new_tokens=40)
     backend.submit(
         GenerationRequest(each.id, each.prompt, each.rng_key, each.sampling, produced)

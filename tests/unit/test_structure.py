@@ -100,6 +100,7 @@ WITH_TORCH = frozenset(
     {"training", "generation.server", "generation.cuda", "generation.cpu", "serving.server"}
     | {"generation.engine.rng", "generation.engine.sampler", "generation.engine.factory"}
     | {"generation.native.runner", "generation.native.weights"}
+    | {"generation.backends.vllm_plugin.kintsugi_vllm"}
     | {
         f"lab.fragile.{name}"
         for name in ("plain_sft", "rollout_worker", "sampler", "train_worker", "trainer")

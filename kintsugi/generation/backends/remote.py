@@ -3,15 +3,17 @@
 Each request is a stream of events; at most `slots` are open, the others wait here.
 
     submit   waiting ──(a stream is free)──▶ open ──(end token, stop string, length)──▶ Output
-    load     the server ends all streams, which wait again with the tokens they have; it reads the weights from a
-             folder, they are verified, and the streams continue
+    stage    weights are put where the server can read them (`staged_weights`) while streams continue
+    load     the server freezes all streams; it reads the weights, they are verified by what it has read and by a probe
+             (`probe`), and the streams continue
     failure  a WorldError: the server is gone, or in an unexpected state. The process of this back end exits, and its
              requests continue elsewhere with the tokens they have. A UserError ends only the request that caused it
 
-Streams end before weights change: each has one version from its first to its last token, and the KV cache of running
-requests is always recomputed. A server that kept its cache would serve entries of old weights to later prompts.
+Nothing that a server samples is used before the probe has passed. A server that can not freeze streams, or does not
+report which of their tokens are of which weights, ends them instead: they wait again with the tokens they have, and
+their KV cache is recomputed.
 
-Responses are checked: one log-probability per token, no more tokens than requested, the weights that were loaded last.
+Responses are checked: one log-probability per token, no more tokens than requested, the weights that were loaded.
 Ends are detected here, by the rules of the embedded engine, independent of the server's own rules.
 """
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +32,16 @@ import xxhash
 
 from kintsugi.errors import ConfigError, IntegrityError, KintsugiError, UserError, WorldError
 from kintsugi.generation.backend import Running
+from kintsugi.generation.backends import probe
 from kintsugi.generation.backends.dialect import Dialect, Increment
 from kintsugi.generation.backends.http import CALL_TIMEOUT_S, HttpClient, ResponseArrival
-from kintsugi.generation.backends.weight_folders import WeightFolders
+from kintsugi.generation.backends.staged_weights import (
+    Answer,
+    Greeting,
+    StagedWeights,
+    WeightStaging,
+    is_local,
+)
 from kintsugi.generation.engine.requests import GenerationOutput, GenerationRequest, RequestId, Tokens
 from kintsugi.generation.engine.stop_strings import first_stop
 from kintsugi.generation.engine.validation import check_request
@@ -59,6 +69,8 @@ class _Stream:
     name: str
     """Name at the server; never reused."""
     request: GenerationRequest
+    versions: list[tuple[int, int]]
+    """Versions of the weights, each with the first token of it; the last one is that of the next token."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -70,13 +82,16 @@ class _Stream:
     def cut(self, length: int) -> None:
         del self.ids[length:], self.logprobs[length:], self.tops[length:]
 
-    def tokens(self, *, version: int) -> Tokens:
+    def tokens(self) -> Tokens:
         """All tokens, those that the request came with first."""
         tops = np.array(self.tops, np.float64).reshape(len(self.ids), self.request.sampling.top_logprobs, 2)
+        versions = np.empty(len(self.ids), np.int32)
+        for start, version in self.versions:
+            versions[start:] = version
         sampled = Tokens(
             np.array(self.ids, np.int32),
             np.array(self.logprobs, np.float32),
-            np.full(len(self.ids), version, np.int32),
+            versions,
             tops[:, :, 0].astype(np.int32),
             tops[:, :, 1].astype(np.float32),
         )
@@ -97,8 +112,10 @@ class RemoteBackend:
         slots: int,
         max_length: int,
         folder: Path,
+        answer: Answer | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        """`answer` is by default that of the trainer's model."""
         self._client = client
         self._dialect = dialect
         self._clock = clock
@@ -107,7 +124,9 @@ class RemoteBackend:
         self._text_of = text_of
         self._slots = slots
         self._max_length = max_length
-        self._folders = WeightFolders(folder, architecture=architecture)
+        answer = answer or partial(probe.answer, architecture)
+        self._staging = WeightStaging(folder, architecture=architecture, answer=answer)
+        self._accepted: probe.Accepted | None = None
         self._origin = secrets.token_hex(4)
         """Part of all labels and names, which distinguishes them from those of other processes."""
         self._version = -1
@@ -120,6 +139,8 @@ class RemoteBackend:
         """Error after which the server's weights, and whether it is halted, are unknown."""
         self._ended_by_us: list[GenerationRequest] | None = None
         """Requests that will continue, while all streams are being ended; else None."""
+        self._arrivals: list[ResponseArrival] = []
+        """Events of streams that arrived while new weights were probed."""
         self._finished: list[GenerationOutput] = []
         self._num_opened = self._num_steps = self._num_tokens = 0
         self._last_arrival = self._last_check = clock.monotonic()
@@ -177,45 +198,94 @@ class RemoteBackend:
         if stream is None:
             return None
         self._close(stream)
-        return GenerationOutput(stream.request, stream.tokens(version=self._version), None)
+        return GenerationOutput(stream.request, stream.tokens(), None)
 
     def produced(self, request_id: RequestId) -> Tokens | None:
         stream = self._stream_of(request_id)
         if stream is not None:
-            return stream.tokens(version=self._version)
+            return stream.tokens()
         if request_id in self._waiting:
             return _produced(self._waiting[request_id])
         return next((each.tokens for each in self._finished if each.request.id == request_id), None)
 
-    def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return tensors
+    @property
+    def note(self) -> str:
+        """Note for the log on how the server gets weights, possibly empty."""
+        return self._dialect.note()
+
+    def stage(self, tensors: Mapping[str, Tensor]) -> StagedWeights:
+        return self._staging.stage(tensors)
 
     def load(self, version: int, tensors: Mapping[str, Tensor], *, running: Running = "keep") -> None:
-        """Change the weights. Running requests continue with a recomputed KV cache, also with `running="keep"`."""
-        tensors = self._folders.complete(tensors)
-        folder = self._folders.write(version, tensors)
+        """Change the weights. A server that ends streams recomputes their KV cache, also with `running="keep"`."""
+        weights = tensors if isinstance(tensors, StagedWeights) else self.stage(tensors)
         try:
-            self._change_weights(folder, tensors, label=self._label(version))
+            arrivals = self._change_weights(version, weights, keep_cache=running == "keep")
         except KintsugiError as error:
             self._load_failure = error
+            self._requeue_all()
             raise
         self._load_failure = None
         self._version = version
-        self._folders.keep_only(folder)
+        weights.release()
+        self._arrivals += arrivals
         self._open_streams()
 
-    def _change_weights(self, folder: Path, tensors: Mapping[str, Tensor], *, label: str) -> None:
-        self._end_streams()
-        self._dialect.update(self._client, folder, label=label)
+    def _change_weights(
+        self, version: int, weights: StagedWeights, *, keep_cache: bool
+    ) -> list[ResponseArrival]:
+        """Return what the streams have received with the new weights."""
+        label = self._label(version)
+        if self._dialect.keeps_streams:
+            self._dialect.freeze(self._client, keep_cache=keep_cache)
+        else:
+            self._end_streams()
+        weights = self._update(weights, label=label)
+        self._dialect.verify(self._client, weights, label=label)
         self._verify_labels({self._dialect.label(self._client)}, expected=label)
-        self._dialect.verify(self._client, tensors)
+        # What a frozen server had sampled before has arrived in the meantime.
+        arrivals, self._arrivals = [*self._arrivals, *self._client.arrivals(0.0)], []
+        for arrival in arrivals:
+            self._take(arrival)
+        for stream in self._streams.values():
+            stream.versions.append((len(stream.ids), version))
         self._dialect.proceed(self._client)
+        return self._probe_weights(weights.answer, label=label)
+
+    def _update(self, weights: StagedWeights, *, label: str) -> StagedWeights:
+        """Let the server read the weights. A server that turns out not to see this process's memory gets files."""
+        try:
+            self._dialect.update(self._client, weights, label=label)
+        except WorldError:
+            if self._version >= 0 or not self._staging.in_memory:
+                raise
+            self._dialect.health(self._client)
+            self._staging.in_memory = False
+            weights = self._staging.copy(weights)
+            self._dialect.update(self._client, weights, label=label)
+        return weights
+
+    def _probe_weights(self, answer: Sequence[float], *, label: str) -> list[ResponseArrival]:
+        """Raise IntegrityError if the server computes with other weights; return what other streams received."""
+        prompt = probe.prompt(self._vocab_size)
+        sampling = SamplingParams(max_new_tokens=1, top_logprobs=min(probe.NUM_COMPARED, self._vocab_size))
+        tops, others = self._first_tops(prompt, sampling, label=label)
+        verdict = probe.judge(
+            {token: value for token, value in tops if 0 <= token < self._vocab_size},
+            answer,
+            before=self._accepted,
+        )
+        if verdict.reason:
+            raise IntegrityError(f"{self._where} does not compute with {label}: {verdict.reason}")
+        self._accepted = probe.Accepted(answer, verdict.difference)
+        return others
 
     def stats(self) -> dict[str, float]:
         return {
             "running": len(self._streams),
             "waiting": len(self._waiting),
             "decoded_tokens": self._num_tokens,
+            "probe_difference": -1.0 if self._accepted is None else self._accepted.difference,
         }
 
     def close(self) -> None:
@@ -242,6 +312,9 @@ class RemoteBackend:
                 f"`generation.max_length`: expected at most {longest} tokens, which is the longest sequence of "
                 f"{self._where}, got {self._max_length}"
             )
+        with Greeting(self._origin) as greeting:
+            sees_memory = self._dialect.connect(self._client, greeting)
+        self._staging.in_memory = is_local(self._client.url) if sees_memory is None else sees_memory
         self._dialect.halt(self._client)
         self._dialect.proceed(self._client)
         plain, scaled = self._gap(1.0), self._gap(_TRIED_TEMPERATURE)
@@ -254,19 +327,38 @@ class RemoteBackend:
     def _gap(self, temperature: float) -> float:
         """Gap between the two most likely tokens as the server reports them; it shrinks as the temperature grows."""
         sampling = SamplingParams(temperature=temperature, max_new_tokens=1, top_logprobs=2)
-        name = f"{self._origin}-at-{temperature}"
-        body = self._dialect.body([0], name=name, sampling=sampling, max_new_tokens=1, seed=0, ends=[])
-        self._client.open(name, self._dialect.generate_path, body=body)
+        (first, second), _ = self._first_tops([0], sampling, label=self._origin)
+        return first[1] - second[1]
 
-        def attempt(remaining_s: float) -> float | None:
+    def _first_tops(
+        self, tokens: list[int], sampling: SamplingParams, *, label: str
+    ) -> tuple[list[tuple[int, float]], list[ResponseArrival]]:
+        """The most likely tokens after these, and what other streams received meanwhile."""
+        self._num_opened += 1
+        name, num_top = f"{self._origin}-{self._num_opened}", sampling.top_logprobs
+        body = self._dialect.body(
+            tokens, name=name, label=label, sampling=sampling, max_new_tokens=1, seed=0, ends=[]
+        )
+        self._client.open(name, self._dialect.generate_path, body=body)
+        others: list[ResponseArrival] = []
+
+        def attempt(remaining_s: float) -> list[tuple[int, float]] | None:
+            found = None
             for arrival in self._client.arrivals(remaining_s):
+                if arrival.name != name:
+                    others.append(arrival)
+                    continue
                 if arrival.failure is not None:
                     raise arrival.failure
-                for first, second in self._parsed(arrival.event, num_known=0, num_top=2).tops:
-                    return first[1] - second[1]
-            return None
+                for tops in self._parsed(arrival.event, num_known=0, num_top=num_top).tops:
+                    found = tops
+            if found is not None and len(found) != num_top:
+                raise IntegrityError(
+                    f"{self._where}: expected the {num_top} most likely tokens, got {len(found)}"
+                )
+            return found
 
-        return wait(attempt, whom=self._client.url, what="a first token", timeout_s=CALL_TIMEOUT_S)
+        return wait(attempt, whom=self._client.url, what="a first token", timeout_s=LONGEST_SILENCE_S), others
 
     def _open_streams(self) -> None:
         """Open as many streams as there are slots. If none was open, the server may have been restarted unnoticed:
@@ -282,10 +374,11 @@ class RemoteBackend:
 
     def _open(self, request: GenerationRequest) -> None:
         self._num_opened += 1
-        stream = _Stream(f"{self._origin}-{self._num_opened}", request)
+        stream = _Stream(f"{self._origin}-{self._num_opened}", request, [(0, self._version)])
         body = self._dialect.body(
             [*request.prompt.tolist(), *_produced(request).ids.tolist()],
             name=stream.name,
+            label=self._label(self._version),
             sampling=request.sampling,
             max_new_tokens=stream.num_missing,
             seed=_seed(request),
@@ -300,7 +393,8 @@ class RemoteBackend:
         return [*ends, *request.sampling.stop_token_ids]
 
     def _receive(self) -> None:
-        arrivals = self._client.arrivals(STEP_S)
+        arrivals, self._arrivals = self._arrivals, []
+        arrivals += self._client.arrivals(0.0 if arrivals else STEP_S)
         now = self._clock.monotonic()
         if arrivals:
             self._last_arrival = self._last_check = now
@@ -331,6 +425,8 @@ class RemoteBackend:
         stream.ids += increment.ids
         stream.logprobs += increment.logprobs
         stream.tops += increment.tops
+        if increment.spans:
+            stream.versions = [(start, _version_of(label)) for label, start in increment.spans]
         self._num_tokens += len(increment.ids)
         finish = self._finish_of(stream, num_new=len(increment.ids))
         if finish is None and increment.ended == "abort":
@@ -361,7 +457,8 @@ class RemoteBackend:
             raise IntegrityError(
                 f"{self._where}: expected {stream.num_missing} more tokens, got an end after {len(ids)}"
             )
-        self._verify_labels(increment.labels, expected=self._label(self._version))
+        used = [self._label(version) for _, version in stream.versions]
+        self._verify_labels({label for label, _ in increment.spans}.difference(used), expected=used[-1])
         return increment
 
     def _parsed(self, event: bytes, *, num_known: int, num_top: int) -> Increment:
@@ -401,7 +498,7 @@ class RemoteBackend:
         self, stream: _Stream, finish: FinishReason | None, *, user_error: UserError | None = None
     ) -> None:
         self._forget(stream)
-        tokens = stream.tokens(version=self._version)
+        tokens = stream.tokens()
         self._finished.append(GenerationOutput(stream.request, tokens, finish, user_error))
 
     def _forget(self, stream: _Stream) -> None:
@@ -412,9 +509,17 @@ class RemoteBackend:
         if self._ended_by_us is None:
             raise WorldError(f"{self._where} ended a request that was not cancelled")
         self._forget(stream)
-        self._ended_by_us.append(
-            GenerationOutput(stream.request, stream.tokens(version=self._version), None).resume()
-        )
+        self._ended_by_us.append(GenerationOutput(stream.request, stream.tokens(), None).resume())
+
+    def _requeue_all(self) -> None:
+        """Close all streams; their requests wait again with the tokens they have."""
+        requests = {}
+        for stream in list(self._streams.values()):
+            self._forget(stream)
+            self._client.abandon(stream.name)
+            output = GenerationOutput(stream.request, stream.tokens(), None)
+            requests[stream.request.id] = output.resume()
+        self._waiting = requests | self._waiting
 
     def _close(self, stream: _Stream) -> None:
         """Close a stream and free its memory at the server."""
@@ -424,6 +529,12 @@ class RemoteBackend:
 
     def _end_streams(self) -> None:
         """End all streams at the server. Unfinished requests are queued again, before those that waited."""
+        if not self._dialect.reports_ends:
+            for arrival in self._client.arrivals(0.0):
+                self._take(arrival)
+            self._requeue_all()
+            self._dialect.halt(self._client)
+            return
         ended: list[GenerationRequest] = []
         self._ended_by_us = ended
 
@@ -440,6 +551,10 @@ class RemoteBackend:
             ended.sort(key=lambda request: request.id)
             self._waiting = {request.id: request for request in ended} | self._waiting
             self._ended_by_us = None
+
+
+def _version_of(label: str) -> int:
+    return int(label.rpartition(":")[2])
 
 
 def _produced(request: GenerationRequest) -> Tokens:

@@ -6,20 +6,16 @@ therefore refused, and before top-k, top-p and min-p. `SGLANG_RETURN_ORIGINAL_LO
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import nan
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from kintsugi.errors import IntegrityError, UserError, WorldError
 from kintsugi.generation.backends.dialect import HEALTH_TIMEOUT_S, UPDATE_TIMEOUT_S, Ended, Increment
 from kintsugi.generation.backends.http import HttpClient
+from kintsugi.generation.backends.staged_weights import Greeting, StagedWeights
 from kintsugi.types import SamplingParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _READ_BACK = "model.norm.weight"
 _NUM_READ_BACK = 100
@@ -66,6 +62,15 @@ class SGLang:
     name = "SGLang"
     generate_path = "/generate"
     how_to_scale = "without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
+    keeps_streams = False
+    reports_ends = True
+
+    def connect(self, client: HttpClient, greeting: Greeting) -> bool | None:
+        """SGLang has no call that would try it."""
+        return None
+
+    def note(self) -> str:
+        return ""
 
     def max_length(self, client: HttpClient) -> int:
         models = client.call("GET", "/v1/models", what="its model")["data"]
@@ -92,6 +97,7 @@ class SGLang:
         tokens: list[int],
         *,
         name: str,
+        label: str,
         sampling: SamplingParams,
         max_new_tokens: int,
         seed: int,
@@ -135,7 +141,7 @@ class SGLang:
             logprobs=[_number(place) for place in _newest(meta.output_token_logprobs, num_new)],
             tops=[[(each[1], _number(each)) for each in top or ()] for top in tops],
             ended=None if finish is None else finish.type,
-            labels=frozenset(labels),
+            spans=tuple((label, 0) for label in labels),
         )
 
     def abort(self, client: HttpClient, name: str) -> None:
@@ -147,9 +153,12 @@ class SGLang:
         immediately."""
         client.call("POST", "/abort_request", body={"abort_all": True}, what="the end of all requests")
 
-    def update(self, client: HttpClient, folder: Path, *, label: str) -> None:
+    def freeze(self, client: HttpClient, *, keep_cache: bool) -> None:
+        raise AssertionError("streams of SGLang are ended")
+
+    def update(self, client: HttpClient, weights: StagedWeights, *, label: str) -> None:
         client.call("POST", "/pause_generation", body={"mode": "retract"}, what="a pause")
-        body = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
+        body = {"model_path": str(weights.folder), "weight_version": label, "flush_cache": True}
         answer = client.call(
             "POST",
             "/update_weights_from_disk",
@@ -160,13 +169,13 @@ class SGLang:
         if not answer["success"]:
             raise WorldError(f"the SGLang server at {client.url} took no new weights: {answer['message']}")
 
-    def verify(self, client: HttpClient, tensors: Mapping[str, Tensor]) -> None:
+    def verify(self, client: HttpClient, weights: StagedWeights, *, label: str) -> None:
         """Verify by reading some parameters back: SGLang's own digests differ between kinds of devices."""
         import torch
 
         body = {"name": _READ_BACK, "truncate_size": _NUM_READ_BACK}
         found = client.call("POST", "/get_weights_by_name", body=body, what="some of its weights")
-        expected = tensors[_READ_BACK][:_NUM_READ_BACK].detach().cpu()
+        expected = weights[_READ_BACK][:_NUM_READ_BACK]
         dtypes = (torch.float32, torch.bfloat16, torch.float16)
         if all(expected.to(dtype).to(torch.float32).tolist() != found for dtype in dtypes):
             raise IntegrityError(

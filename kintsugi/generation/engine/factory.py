@@ -202,7 +202,11 @@ def agreed_steps(folder: Path, *, reason: str, process: str) -> bool:
 
 def note_of(backend: Backend) -> str:
     """Note for the log on how a server computes, possibly empty."""
-    if not isinstance(backend, Engine) or not isinstance(backend.runner, CpuRunner):
+    if not isinstance(backend, Engine):
+        from kintsugi.generation.backends.remote import RemoteBackend
+
+        return backend.note if isinstance(backend, RemoteBackend) else ""
+    if not isinstance(backend.runner, CpuRunner):
         return ""
     model = backend.runner.model
     reason = why_not_trained_from(model.config, dtype=model.dtype)

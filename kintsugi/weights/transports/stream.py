@@ -9,7 +9,7 @@ from kintsugi.bulk.client import BulkClient
 from kintsugi.bulk.pull import EventSink, Pull, Share
 from kintsugi.errors import RefusedError
 from kintsugi.protocol.bulk import BulkOffer
-from kintsugi.protocol.weights import FetchWeights, HoldWeights, WeightsFetched, WeightsHeld
+from kintsugi.protocol.weights import FetchWeights, HoldDelta, HoldWeights, WeightsFetched, WeightsHeld
 from kintsugi.transport import Reply
 from kintsugi.types import Role, StreamSource, WeightManifest, role_of
 from kintsugi.weights.manifest import check_whole
@@ -21,7 +21,7 @@ RANK_TIMEOUT_S = 60.0
 HOLD_TIMEOUT_S = 20.0
 """Longest wait for this host's agent to fetch a version; then a server fetches for itself."""
 
-Call = Callable[[str, FetchWeights | HoldWeights, float], Reply]
+Call = Callable[[str, FetchWeights | HoldWeights | HoldDelta, float], Reply]
 """Sends a request and waits for its reply, from any thread: (process, request, deadline in seconds)."""
 
 

@@ -24,6 +24,7 @@ from kintsugi.simulation.virtual_clock import VirtualClock
 from kintsugi.telemetry.events import AlertEvent, BytesDamaged, NoteEvent, SlowLink
 from kintsugi.transport import Reply
 from kintsugi.types import Role, StreamSource, role_of
+from kintsugi.weights.delta_choice import DeltaChoice
 from kintsugi.weights.fetch import Fetched, Fetcher
 from kintsugi.weights.publish import Publisher
 from kintsugi.weights.selection import join
@@ -59,7 +60,7 @@ class Uploaded:
 class Hosts:
     """Agents, each with its host's memory, and the processes on their hosts. The test's thread is the agents' loop."""
 
-    def __init__(self, made: Processes, num_hosts: int) -> None:
+    def __init__(self, made: Processes, num_hosts: int, *, choice: type[DeltaChoice] = DeltaChoice) -> None:
         self.made = made
         self.said: list[AlertEvent | NoteEvent] = []
         self.asked: list[tuple[str, str, str]] = []
@@ -84,6 +85,7 @@ class Hosts:
                 process=name,
                 segments=self.segments[name],
                 emit=self.said.append,
+                choice=choice(),
             )
 
     def call(self, sender: str, process: str, body: Body) -> Reply:

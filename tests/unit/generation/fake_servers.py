@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 VOCAB_SIZE = 40
 MAX_LENGTH = 64
-_WEIGHT_PATHS = ("/collective_rpc", "/update_weights_from_disk")
+_WEIGHT_PATHS = ("/collective_rpc", "/update_weights", "/update_weights_from_disk")
 
 
 def next_token(tokens: list[int], *, offset: int) -> int:
@@ -47,6 +47,7 @@ class Sampled(NamedTuple):
     logprob: float
     tops: list[tuple[int, float]]
     finish: str | None
+    label: str
 
 
 class FakeServer:
@@ -56,20 +57,24 @@ class FakeServer:
         self.fault: str | None = None
         self.release_after = MAX_LENGTH
         """A stream stands still after so many tokens, until `released`."""
+        self.sees_memory = True
         self.keeps = ""
         """A parameter that keeps its old values."""
         self.num_deaf = 0
         """So many streams go on when all are to end."""
         self.label = "default"
+        self.reports_aborts = True
         self.scales = True
         self.orders: list[Order] = []
         self.calls: list[str] = []
-        self.num_running = self.most_running = 0
+        self.most_running = 0
         self.weights: dict[str, torch.Tensor] = {}
         self.app = web.Application(middlewares=[self._note])
         self._running: dict[str, asyncio.Event] = {}
         self._loop = asyncio.new_event_loop()
         self._released = asyncio.Event()
+        self._thawed = asyncio.Event()
+        self._thawed.set()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def __enter__(self) -> Self:
@@ -90,9 +95,17 @@ class FakeServer:
         """Nobody answers at its address any more."""
         self._call(self._runner.cleanup())
 
+    def forget(self) -> None:
+        """Have the label of a server that has just started."""
+        self.label = "default"
+
     @property
     def offset(self) -> int:
         return int(self.weights["model.norm.weight"][0]) if self.weights else 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     def _call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
@@ -118,11 +131,12 @@ class FakeServer:
             return web.Response(status=500)
         return await handler(request)
 
-    def load(self, folder: str) -> None:
+    def load(self, path: Path) -> None:
         if self.fault == "forgets weights":
             return
+        assert self.sees_memory or not path.is_symlink()
         kept = {self.keeps: self.weights[self.keeps]} if self.keeps else {}
-        self.weights = load_file(Path(folder) / "model.safetensors") | kept
+        self.weights = load_file(path) | kept
 
     def abort(self, name: str | None = None) -> None:
         spared = list(self._running)[: self.num_deaf] if name is None else []
@@ -134,17 +148,14 @@ class FakeServer:
         """None where it was aborted."""
         self.orders.append(order)
         aborted = self._running[order.name] = asyncio.Event()
-        self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         scale = order.temperature if self.scales else 1.0
         tokens = list(order.tokens)
         try:
             for count in range(1, order.max_new_tokens + 1):
                 if count > self.release_after:
-                    waits = [asyncio.ensure_future(each.wait()) for each in (aborted, self._released)]
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                    for each in waits:
-                        each.cancel()
+                    await self._wait_for_one(aborted, self._released)
+                await self._wait_for_one(aborted, self._thawed)
                 if aborted.is_set():
                     yield None
                     return
@@ -154,13 +165,22 @@ class FakeServer:
                     "stop" if token in order.ends else "length" if count == order.max_new_tokens else None
                 )
                 tops = [(each, logprob(each, scale)) for each in range(order.num_top)]
-                yield Sampled(token, logprob(token, scale), tops, finish)
+                if finish:
+                    self._running.pop(order.name)
+                yield Sampled(token, logprob(token, scale), tops, finish, self.label)
                 if finish:
                     return
                 await asyncio.sleep(0)
         finally:
-            self.num_running -= 1
             self._running.pop(order.name, None)
+
+    async def _wait_for_one(self, *events: asyncio.Event) -> None:
+        if any(event.is_set() for event in events):
+            return
+        waits = [asyncio.ensure_future(event.wait()) for event in events]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
 
     async def stream(
         self, request: web.Request, order: Order, event: Callable[..., Any]
@@ -176,6 +196,8 @@ class FakeServer:
         async for sampled in self.sample(order):
             if sampled is not None:
                 so_far.append(sampled)
+            elif not self.reports_aborts:
+                break
             data = json.dumps(event(so_far, sampled))
             await response.write(f"data: {data}\n\n".encode())
             if self.fault == "dies" and len(so_far) == 2:
@@ -186,27 +208,56 @@ class FakeServer:
 
 
 class FakeVllm(FakeServer):
-    """As of vLLM 0.32 with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out."""
+    """As of vLLM 0.32 with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out, with or without the plugin; without labels
+    as of 0.25."""
 
-    def __init__(self, *, dev_mode: bool = True, scale_out: bool = True) -> None:
+    def __init__(
+        self, *, dev_mode: bool = True, scale_out: bool = True, plugin: bool = True, labels: bool = True
+    ) -> None:
         super().__init__()
+        self.has_labels = self.reports_aborts = labels
         self.scale_out = scale_out
+        self.has_plugin = plugin
+        self.is_updating = False
+        self.salts: list[str] = []
+        self.cleared: list[bool] = []
+        """Per pause, whether the KV cache of running requests was given up."""
+        self.receipt: dict[str, Any] = {
+            "reads_memory": False,
+            "label": "",
+            "digests": {},
+            "num_equal": 0,
+            "num_split": 0,
+            "num_repacked": 0,
+            "different": [],
+        }
         routes = [
             web.get("/health", self._ok),
             web.get("/v1/models", self._models),
             web.post("/inference/v1/generate", self._generate),
         ]
-        if dev_mode:
+        if dev_mode and labels:
             routes += [
                 web.get("/weight_info", self._weight_info),
-                web.post("/pause", self._pause),
-                web.post("/resume", self._ok),
-                web.post("/collective_rpc", self._collective_rpc),
-                web.post("/reset_prefix_cache", self._ok),
                 web.post("/update_weight_version", self._update_weight_version),
                 web.post("/weight_checker", self._weight_checker),
             ]
+        if dev_mode:
+            routes += [
+                web.get("/is_paused", self._ok),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+                web.post("/collective_rpc", self._collective_rpc),
+                web.post("/init_weight_transfer_engine", self._init_weight_transfer_engine),
+                web.post("/start_weight_update", self._start_weight_update),
+                web.post("/update_weights", self._update_weights),
+                web.post("/finish_weight_update", self._finish_weight_update),
+            ]
         self.app.add_routes(routes)
+
+    def forget(self) -> None:
+        super().forget()
+        self.receipt |= {"label": ""}
 
     async def _ok(self, request: web.Request) -> web.Response:
         return web.json_response({"success": True})
@@ -218,15 +269,60 @@ class FakeVllm(FakeServer):
         return web.json_response({"weight_version": self.label})
 
     async def _pause(self, request: web.Request) -> web.Response:
-        assert request.query["mode"] == "abort"
-        self.abort()
+        if request.query["mode"] == "abort":
+            self.abort()
+        else:
+            assert request.query["mode"] == "keep"
+            self._thawed.clear()
+            self.cleared.append(request.query["clear_cache"] == "true")
         return web.json_response({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self._thawed.set()
+        return web.json_response({"status": "resumed"})
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if body["method"] == "kintsugi_receipt":
+            return web.json_response({"results": [self.receipt]})
         assert body["method"] == "reload_weights"
-        self.load(body["kwargs"]["weights_path"])
+        self.load(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
         return web.json_response({"results": [None]})
+
+    async def _init_weight_transfer_engine(self, request: web.Request) -> web.Response:
+        if not self.has_plugin:
+            return web.Response(status=500)
+        info = (await request.json())["init_info"]
+        assert _content(info["path"]).decode() == info["content"]
+        self.receipt["reads_memory"] = self.sees_memory
+        return web.json_response({})
+
+    async def _start_weight_update(self, request: web.Request) -> web.Response:
+        if self.is_updating:
+            return web.Response(status=500)
+        self.is_updating = True
+        self.receipt |= {"label": "", "digests": {}, "num_equal": 0, "different": []}
+        return web.json_response({})
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        """Withheld, it answers like one that happened."""
+        if self.fault == "withholds weights":
+            return web.json_response({})
+        info = (await request.json())["update_info"]
+        (path,) = info["paths"]
+        assert path.startswith("/proc/") == self.sees_memory and info["parts"]
+        self.load(Path(path))
+        expected = load_file(path)
+        self.receipt["label"] = info["label"]
+        self.receipt["digests"] = {path: hashlib.sha256(_content(path)).hexdigest()}
+        same = [name for name in expected if torch.equal(expected[name], self.weights[name])]
+        self.receipt |= {"num_equal": len(same), "different": [name for name in expected if name not in same]}
+        return web.json_response({})
+
+    async def _finish_weight_update(self, request: web.Request) -> web.Response:
+        self.is_updating = False
+        self.label = (await request.json())["weight_version"] or self.label
+        return web.json_response({})
 
     async def _update_weight_version(self, request: web.Request) -> web.Response:
         self.label = (await request.json())["new_version"]
@@ -256,6 +352,7 @@ class FakeVllm(FakeServer):
         if not request.can_read_body:
             return web.json_response({"error": "no body"}, status=422)
         body = await request.json()
+        self.salts.append(body["cache_salt"])
         sampling = body["sampling_params"]
         order = Order(
             body["request_id"],
@@ -270,10 +367,11 @@ class FakeVllm(FakeServer):
     def _event(self, so_far: list[Sampled], new: Sampled | None) -> Any:
         content = []
         if new is not None and self.fault != "drops logprobs":
-            tops = [{"token_id": token, "logprob": value} for token, value in new.tops]
-            content = [{"token_id": new.token, "logprob": new.logprob, "top_logprobs": tops}]
+            tops = [{**self._named(token), "logprob": value} for token, value in new.tops]
+            content = [{**self._named(new.token), "logprob": new.logprob, "top_logprobs": tops}]
         finish = "abort" if new is None else new.finish
-        spans = [{"version": self.label, "start": 0, "end": len(so_far)}] if finish else None
+        has_spans = self.has_labels and finish and so_far
+        spans = _spans([each.label for each in so_far]) if has_spans else None
         choice = {
             "index": 0,
             "finish_reason": finish,
@@ -282,6 +380,24 @@ class FakeVllm(FakeServer):
             "weight_versions": spans,
         }
         return {"request_id": "generate-tokens-x", "choices": [choice]}
+
+    def _named(self, token: int) -> dict[str, Any]:
+        named: dict[str, Any] = {"token": f"token_id:{token}"}
+        return named | {"token_id": token} if self.has_labels else named
+
+
+def _content(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
+def _spans(labels: list[str]) -> list[dict[str, Any]]:
+    """Of tokens in sequence."""
+    starts = [place for place in range(len(labels)) if not place or labels[place] != labels[place - 1]]
+    ends = [*starts[1:], len(labels)]
+    return [
+        {"version": labels[start], "start": start, "end": end}
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 class FakeSGLang(FakeServer):
@@ -331,7 +447,7 @@ class FakeSGLang(FakeServer):
     async def _update_weights_from_disk(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert self.paused and body["flush_cache"] and not self._running
-        self.load(body["model_path"])
+        self.load(Path(body["model_path"]) / "model.safetensors")
         self.label = body["weight_version"]
         return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
 

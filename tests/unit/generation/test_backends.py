@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from kintsugi.config.schema import Config, GenerationSection, ModelSection, NewModel
 from kintsugi.errors import ConfigError, DataError, IntegrityError, UserError, WorldError
+from kintsugi.generation.backend import Running
 from kintsugi.generation.backends import open_backend, remote
 from kintsugi.generation.backends.dialect import Dialect
 from kintsugi.generation.backends.http import HttpClient
@@ -115,10 +118,12 @@ def halfway(server: FakeServer, opened: Opened) -> RemoteBackend:
     return backend
 
 
-@pytest.fixture(params=["vllm", "sglang", "sglang incremental"])
+@pytest.fixture(params=["vllm", "vllm 0.25", "vllm without plugin", "sglang", "sglang incremental"])
 def server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
     makes: dict[str, Callable[[], FakeServer]] = {
         "vllm": FakeVllm,
+        "vllm 0.25": lambda: FakeVllm(labels=False),
+        "vllm without plugin": lambda: FakeVllm(plugin=False),
         "sglang": FakeSGLang,
         "sglang incremental": lambda: FakeSGLang(incremental=True),
     }
@@ -146,6 +151,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
             "slots": 4,
             "max_length": MAX_LENGTH,
             "folder": tmp_path / "weights",
+            "answer": lambda tensors: [logprob(token, 1.0) for token in range(VOCAB_SIZE)],
             **options,
         }
         try:
@@ -228,6 +234,8 @@ def test_a_stop_text_ends_what_the_server_would_go_on_with(server: FakeServer, o
 
 def test_at_most_as_many_streams_are_open_as_there_are_slots(server: FakeServer, opened: Opened) -> None:
     backend = opened(server, slots=3)
+    step_until(backend, lambda: server.num_running == 0)  # The probe has ended.
+    server.most_running = 0
     backend.submit([request(number) for number in range(8)])
     assert backend.num_requests == 8
     assert len(finished(backend)) == 8 and server.most_running == 3
@@ -267,9 +275,127 @@ def test_new_weights_reach_running_requests_between_two_tokens(server: FakeServe
     assert backend.version == 2
 
 
-def test_only_the_newest_weights_stay_on_disk(server: FakeServer, opened: Opened, tmp_path: Path) -> None:
-    opened(server).load(2, weights(2))
-    assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["version-2"]
+def num_in_memory() -> int:
+    """Weight files in memory of this process."""
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(link.startswith("/memfd:model") for link in links)
+
+
+@pytest.mark.parametrize("sees_memory", [True, False])
+def test_weights_stay_neither_in_memory_nor_on_disk(
+    server: FakeServer, opened: Opened, tmp_path: Path, sees_memory: bool
+) -> None:
+    server.sees_memory = sees_memory
+    backend = opened(server)
+    staged = backend.stage(weights(2))
+    assert (staged.folder / "model.safetensors").is_symlink() is sees_memory
+    assert num_in_memory() == sees_memory
+    backend.load(2, staged)
+    assert list((tmp_path / "weights").iterdir()) == []
+    assert num_in_memory() == 0
+    assert server.offset == 2 and backend.version == 2
+
+
+def test_weights_that_are_not_wanted_any_more_are_freed(vllm: FakeVllm, opened: Opened) -> None:
+    backend = opened(vllm)
+    staged = backend.stage(weights(2))
+    folder = staged.folder
+    assert folder.exists()
+    del staged
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_files_that_a_dead_process_left_are_removed(vllm: FakeVllm, opened: Opened, tmp_path: Path) -> None:
+    (tmp_path / "weights" / "weights-0").mkdir(parents=True)
+    (tmp_path / "weights" / "weights-0" / "model.safetensors").symlink_to("/proc/1/fd/99")
+    opened(vllm, offset=None)
+    assert not (tmp_path / "weights" / "weights-0").exists()
+
+
+@pytest.mark.parametrize("running", ["keep", "recompute"])
+def test_vllm_freezes_streams_and_keeps_their_cache_as_asked(
+    vllm: FakeVllm, opened: Opened, running: Running
+) -> None:
+    backend = halfway(vllm, opened)
+    num_orders = len(vllm.orders)
+    backend.load(2, weights(2), running=running)
+    vllm.release()
+    assert [output.tokens.versions.tolist() for output in finished(backend)] == [[1, 1, 2, 2, 2, 2]] * 2
+    probes = [order for order in vllm.orders[num_orders:] if order.max_new_tokens == 1]
+    assert vllm.cleared[-1] is (running == "recompute") and len(vllm.orders) == num_orders + len(probes)
+
+
+def test_requests_share_no_cache_entries_with_those_of_other_weights(vllm: FakeVllm, opened: Opened) -> None:
+    backend = opened(vllm)
+    backend.submit([request()])
+    finished(backend)
+    backend.load(2, weights(2))
+    backend.submit([request(1)])
+    finished(backend)
+    old, new = vllm.salts[-3], vllm.salts[-1]
+    assert old.endswith(":1") and new.endswith(":2")
+
+
+def test_a_withheld_update_is_found_though_the_server_reports_the_new_version(
+    vllm: FakeVllm, opened: Opened
+) -> None:
+    backend = halfway(vllm, opened)
+    vllm.fault = "withholds weights"
+    with pytest.raises(IntegrityError, match=r"expected .*:2 in worker 0, got an unfinished update"):
+        backend.load(2, weights(2))
+    assert vllm.label.endswith(":2") and vllm.offset == 1, "the fault fired"
+    assert backend.version == 1 and backend.num_requests == 2
+    with pytest.raises(WorldError, match="did not take new weights"):
+        backend.step()
+    assert [
+        produced.versions.tolist() for number in range(2) if (produced := backend.produced((number, 0)))
+    ] == [[1, 1]] * 2
+    vllm.fault = None
+    backend.load(2, weights(2))
+    vllm.release()
+    for output in finished(backend):
+        assert output.tokens.versions.tolist() == [1, 1, 2, 2, 2, 2]
+
+
+def test_a_server_that_computes_something_else_is_found_and_nothing_of_it_is_used(
+    server: FakeServer, opened: Opened
+) -> None:
+    answers = {1: 0.0, 2: 3.0}
+
+    def answer(tensors: Mapping[str, Tensor]) -> list[float]:
+        shift = answers[int(tensors["model.norm.weight"][0])]
+        return [logprob(token, 1.0) + shift for token in range(VOCAB_SIZE)]
+
+    backend = opened(server, answer=answer)
+    backend.submit([request()])
+    server.release_after = 2
+    step_until(backend, has(backend, 0, 2))
+    with pytest.raises(IntegrityError, match=r"does not compute with .*:2: log-probabilities .* differ by 3"):
+        backend.load(2, weights(2))
+    produced = backend.produced((0, 0))
+    assert backend.version == 1 and produced is not None and produced.versions.tolist() == [1, 1]
+
+
+def test_an_update_that_a_dead_process_left_unfinished_does_not_stand_in_the_way(
+    vllm: FakeVllm, opened: Opened
+) -> None:
+    vllm.is_updating = True
+    assert opened(vllm).version == 1 and vllm.offset == 1
+    assert vllm.calls.count("/start_weight_update") == 2
+
+
+def test_a_worker_that_read_other_bytes_is_found(vllm: FakeVllm, opened: Opened) -> None:
+    backend = opened(vllm)
+    staged = backend.stage(weights(2))
+    (path,) = staged.digests
+    with Path(path).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        (last,) = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    with pytest.raises(IntegrityError, match="has read other weights than it was given"):
+        backend.load(2, staged)
 
 
 def test_a_continued_stream_draws_other_noise(vllm: FakeVllm, opened: Opened) -> None:
@@ -349,10 +475,12 @@ def test_a_server_that_was_restarted_in_between_is_found_before_its_first_token(
     server: FakeServer, opened: Opened
 ) -> None:
     backend = opened(server)
-    server.label = "default"
+    server.forget()
     num_orders = len(server.orders)
     backend.submit([request()])
-    with pytest.raises(WorldError, match=r"has weights default, expected .*:1: it was restarted"):
+    with pytest.raises(
+        WorldError, match=r"has weights (default|without a label), expected .*:1: it was restarted"
+    ):
         backend.step()
     assert len(server.orders) == num_orders
 
@@ -365,11 +493,15 @@ def test_weights_that_a_server_did_not_take_are_found(server: FakeServer, opened
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
-def test_one_matrix_that_vllm_did_not_take_is_found(vllm: FakeVllm, opened: Opened, name: str) -> None:
-    backend = opened(vllm)
-    vllm.keeps = name
-    with pytest.raises(IntegrityError, match=r"(lm_head|model.layers.1.mlp.gate_up_proj).weight differs"):
-        backend.load(2, weights(2))
+@pytest.mark.parametrize("plugin", [True, False])
+def test_one_matrix_that_vllm_did_not_take_is_found(opened: Opened, name: str, plugin: bool) -> None:
+    with FakeVllm(plugin=plugin) as vllm:
+        backend = opened(vllm)
+        vllm.keeps = name
+        with pytest.raises(
+            IntegrityError, match=r"(lm_head|model.layers.1.mlp.(gate_)?up_proj).weight differs"
+        ):
+            backend.load(2, weights(2))
 
 
 def test_logprobs_that_are_not_at_the_temperature_are_refused_at_the_start(
@@ -389,7 +521,11 @@ def test_a_sequence_longer_than_the_server_takes_is_refused_at_the_start(
 
 @pytest.mark.parametrize(
     ("options", "hint"),
-    [({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"), ({"scale_out": False}, "--enable-scale-out")],
+    [
+        ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"scale_out": False}, "--enable-scale-out"),
+        ({"plugin": False, "labels": False}, "--worker-extension-cls kintsugi_vllm.WeightReceipts"),
+    ],
 )
 def test_a_vllm_that_was_started_otherwise_is_refused_with_the_option_it_needs(
     opened: Opened, options: dict[str, bool], hint: str
@@ -442,6 +578,8 @@ def test_what_waits_is_found_without_a_search(vllm: FakeVllm, opened: Opened) ->
 def test_no_request_is_lost_where_weights_do_not_come_and_none_goes_on_before_they_do(
     server: FakeServer, opened: Opened, monkeypatch: pytest.MonkeyPatch, is_deaf: bool
 ) -> None:
+    if is_deaf and isinstance(server, FakeVllm):
+        pytest.skip("streams of vLLM are frozen, not ended")
     backend = halfway(server, opened)
     server.fault, server.num_deaf = None if is_deaf else "takes no weights", int(is_deaf)
     monkeypatch.setattr(remote, "CALL_TIMEOUT_S", 0.2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kintsugi.protocol.weights import FetchWeights, HoldWeights
+from kintsugi.protocol.weights import FetchWeights, HoldDelta, HoldWeights
 from kintsugi.transport import Reply
 from kintsugi.weights.publish import Publisher
 from kintsugi.weights.transports.shared_memory import WeightSegments
@@ -34,7 +34,7 @@ class Streams:
     ) -> StreamFetch:
         """Fetching side of the server; `answer` stands in for the ranks."""
 
-        def call(process: str, request: FetchWeights | HoldWeights, deadline_s: float) -> Reply:
+        def call(process: str, request: FetchWeights | HoldWeights | HoldDelta, deadline_s: float) -> Reply:
             self.asked.append(process)
             assert isinstance(request, FetchWeights)
             return answer(process, request) if answer else Reply(self.ranks[process].answer(request))

@@ -1,0 +1,1 @@
+"""Folder for the `PYTHONPATH` of a vLLM server; see `kintsugi_vllm`."""
