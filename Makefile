@@ -27,7 +27,7 @@ SYSTEM_PACKAGES := iproute2 nftables iptables strace e2fsprogs mount util-linux 
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-extras lint docs wheel bench trl-losses clean
+.PHONY: help setup setup-test system-packages demo test test-fast test-hosts test-sharding test-extras lint docs wheel bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
@@ -80,15 +80,19 @@ system-packages:
 
 test: system-packages lint
 	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "not gpu"
-	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu and not hosts"
+	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "not gpu and not hosts and not sharding"
 
 test-fast: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
-	$(BIN)/python -m pytest $(ALONE) -m "not slow and not gpu and not hosts"
+	$(BIN)/python -m pytest $(ALONE) -m "not slow and not gpu and not hosts and not sharding"
 
 # Runs over ssh on hosts in namespaces of this machine (root): losses of hosts, links and launchers, refusals.
 test-hosts: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_ssh_hosts.py
+
+# Whole runs with the optimizer state cut over the ranks, undisturbed, killed and resumed with other layouts.
+test-sharding: system-packages $(SETUP_TEST)
+	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_sharded_runs.py
 
 # Libraries that are too many for the environment of the tests; without them tests/extras is skipped by name.
 test-extras: $(SETUP_EXTRAS)

@@ -94,6 +94,7 @@ ALLOWED_SENDERS: dict[type[Body], frozenset[Role]] = {
     training.CommitStep: _MASTER,
     weights.Publish: _MASTER,
     training.Save: _MASTER,
+    training.SavePiece: _MODEL,
     training.HashWeights: _MASTER,
     weights.LoadWeights: frozenset({Role.MASTER, Role.MANAGER}),
     weights.FetchWeights: _FETCHES_WEIGHTS,

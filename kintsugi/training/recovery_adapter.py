@@ -59,6 +59,8 @@ class TorchAdapter:
         self._group: ProcessGroup | None = None
         self._latest_group_id = 0
         """Highest group number that this rank has received, also where joining that group failed."""
+        self._gathered_in = 0, False
+        """Latest group in which the weights of a box were completed, and whether again before its first call."""
 
     @property
     def rank(self) -> int:
@@ -166,6 +168,23 @@ class TorchAdapter:
         if not (self._state.is_fresh and step == 0):  # A state that never changed is not verified.
             self._state.rollback(step)
         self._forget()
+        if self._group is not None and self._gathered_in[0] < self._group.group_id:
+            self._state.gather(self._group)
+            self._gathered_in = self._group.group_id, False
+
+    def complete(self) -> None:
+        """Gather the weights again before the first call of a generation: if some of its ranks had begun a stage and
+        others had not, the critic of the former was gathered before the latter filled theirs. A collective, once per
+        generation on every rank."""
+        group = self._group
+        if (
+            group is None
+            or self._state.companions.critic is None
+            or self._gathered_in == (group.group_id, True)
+        ):
+            return
+        self._state.gather(group)
+        self._gathered_in = group.group_id, True
 
     def leave(self) -> None:
         """Leave and close the current group, if any."""

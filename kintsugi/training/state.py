@@ -1,5 +1,8 @@
 """Training state of a rank: weights, optimizer moments and counters, as one flat tensor (`layout.py`).
 
+With several shards the rank holds, updates, copies and restores its box of them (`boxes.py`), and computes with all
+weights, which are gathered from the ranks.
+
 A step moves the state from *committed* to *prepared* and, by `commit`, to committed again; `rollback` returns to the
 committed state exactly. Between `begin_update` and `end_update` the state is neither, which `half_updated` shows. The
 committed and the prepared step are also copied out of this process (`snapshots.py`) for a replacement to find.
@@ -26,13 +29,16 @@ from kintsugi.config.stages import Stage
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.plan import ACTOR_ALONE, Companions
+from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import DTYPES
 from kintsugi.model.torch_internals import fused_adamw
 from kintsugi.model.transformer import Transformer
 from kintsugi.runtime.peak_memory import PARAMETERS, PEAKS
+from kintsugi.training.boxes import GATHER_TIMEOUT_S, Box
 from kintsugi.training.initial_weights import critic_weights, reference_weights
 from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart, reference_by_name
 from kintsugi.training.peer_replication import StateCopy
+from kintsugi.training.process_group import ProcessGroup
 from kintsugi.training.snapshots import (
     CopyCounters,
     HeldState,
@@ -56,7 +62,7 @@ class Update:
 
 
 class TrainingState:
-    """A rank's replica of the trained models and their optimizers."""
+    """A rank's replica, or its box, of the trained models and their optimizers."""
 
     def __init__(
         self,
@@ -67,21 +73,24 @@ class TrainingState:
         recompute: bool = False,
         process: str = "model-0",
         segments: SnapshotSegments | None = None,
+        seat: Seat = WHOLE,
     ) -> None:
         """Take over `model` (fp32): its parameters become views of the flat weights. Snapshots of the state are stored
         under the name of `process` in the host's `segments`, or in private memory. With `recompute` the trained models
-        keep no activations within their layers."""
+        keep no activations within their layers. `seat` tells which box of the state this rank holds."""
         assert model.dtype == torch.float32, f"master weights are float32, got {model.dtype}"
         self.companions = companions
         self._layout = layout = _lay_out(model, companions)
-        self._live = torch.zeros(layout.size, device=model.device)
-        self._weights, self._moments = layout.weights(self._live), layout.moments(self._live)
-        layout.actor.fill(self._weights, dict(model.named_parameters()))
-        layout.actor.point(model, weights=self._weights)
+        self._box = box = Box(layout, seat)
+        self._live = torch.zeros(box.size, device=model.device)
+        self._weights, self._moments = box.weights(self._live), box.moments(self._live)
+        if box.is_whole:
+            layout.actor.fill(self._weights, dict(model.named_parameters()))
+            layout.actor.point(model, weights=self._weights)
         self._process = process
         self._segments = segments
         self._snapshots = Snapshots(process, size=self._live.nbytes, segments=segments)
-        self._copies = StateSnapshots(self._live, snapshots=self._snapshots)
+        self._copies = StateSnapshots(self._live, snapshots=self._snapshots, box=seat.box)
         self.model = model
         if compute_dtype != torch.float32:
             self.model = _empty_twin(model, dtype=compute_dtype)
@@ -93,11 +102,18 @@ class TrainingState:
         self._trained = (
             {ACTOR: self.model} if self._critic is None else {ACTOR: self.model, CRITIC: self._critic}
         )
-        self._compute_weights = self._weights.to(compute_dtype)
+        if box.is_whole:
+            self._compute_weights = self._weights.to(compute_dtype)
+        else:
+            whole = self._weights.new_zeros(layout.num_parameters)
+            layout.actor.fill(whole, dict(model.named_parameters()))
+            box.take(self._weights, whole)
+            self._compute_weights = whole.to(compute_dtype)
+            del whole
         for name, each in self._trained.items():
             layout.parts[name].point(each, weights=self._compute_weights)
         # Last, when the models' own memory is free again: together they would need more than any step does.
-        self.gradient = torch.zeros_like(self._weights)
+        self.gradient = self._weights.new_zeros(layout.num_parameters)
         for name, each in self._trained.items():
             layout.parts[name].learn(each, gradient=self.gradient)
             each.recompute = recompute
@@ -106,6 +122,9 @@ class TrainingState:
         self._counters = self._committed = CopyCounters()
         self._committed_digest = self._prepared_digest = ""
         self._updating = self._between_calls = False
+        self._is_gathered = True
+        """Whether the weights in the compute type are those of the live state; not after another state was loaded into
+        a box, until they are gathered from the ranks."""
         self._stage: Stage | None = None
         self._reference: Tensor | None = None
         self._reference_model: Transformer | None = None
@@ -124,9 +143,32 @@ class TrainingState:
         """Let `fill` write the actor's initial weights, by name; everything else becomes zero."""
         assert self.is_fresh, f"the state of step {self.committed_step} would be lost"
         self._live.zero_()
-        fill(self._layout.actor.views(self._weights))
         self._committed_digest = ""
+        if self._box.is_whole:
+            fill(self._layout.actor.views(self._weights))
+        else:  # The gradient is free memory, of the right size and type.
+            self.gradient.zero_()
+            fill(self._layout.actor.views(self.gradient))
+            self._box.take(self._weights, self.gradient)
         self._weights_changed(reference=None)
+        if not self._box.is_whole:
+            self._compute_weights.copy_(self.gradient)
+            self.gradient.zero_()
+            self._is_gathered = True
+
+    @property
+    def seat(self) -> Seat:
+        """Which box of the state this rank holds."""
+        return self._box.seat
+
+    def gather(self, group: ProcessGroup) -> None:
+        """Complete the weights in the compute type from the boxes of all ranks. A collective; does nothing where every
+        rank holds the whole state."""
+        if self._box.is_whole:
+            return
+        parts = tuple(self._layout.parts)
+        self._box.gather(self._weights, into=self._compute_weights, group=group, parts=parts)
+        self._is_gathered = True
 
     @property
     def committed_step(self) -> int:
@@ -223,14 +265,17 @@ class TrainingState:
             raise RefusedError(
                 f"stage {stage.name!r} begins at step {stage.first_step}, this rank stands at {self.committed_step}"
             )
-        actor = self._layout.actor.views(self._weights)
+        if not self._is_gathered:
+            raise RefusedError(f"stage {stage.name!r} cannot start before the weights have been gathered")
+        # Equal to the master weights where they matter: a critic that begins as the actor needs float32 (`validation`).
+        actor = self._layout.actor.views(self._weights if self._box.is_whole else self._compute_weights)
         critic = critic_weights(stage, actor=actor, companions=self.companions)
         reference = reference_weights(stage, actor=actor)
         self._stage = stage
         self._copies.settle()
         self._moments.zero_()
         if critic is not None:
-            self._layout.parts[CRITIC].fill(self._weights, critic)
+            self._fill_critic(critic)
         if self._layout.has_reference:
             self._layout.actor.fill(self._layout.reference(self._live), reference or {})
         frozen = None
@@ -241,10 +286,21 @@ class TrainingState:
             step=self.committed_step, stage=stage.name, reference=reference_digest(frozen)
         )
         self._weights_changed(reference=frozen)
+        self._is_gathered = True  # A stage changes the critic only, which was filled on this rank.
         self._copies.keep_reference(self._counters, frozen)
         self._prepared_digest = self._copies.prepare(self._counters)
         self._adopt_prepared()
         self._copies.forget_references(stage.name)
+
+    def _fill_critic(self, weights: Mapping[str, Tensor]) -> None:
+        part = self._layout.parts[CRITIC]
+        if self._box.is_whole:
+            part.fill(self._weights, weights)
+            return
+        part.fill(self.gradient, weights)  # Free memory between two steps.
+        self._box.take(self._weights, self.gradient, CRITIC)
+        part.within(self._compute_weights).copy_(part.within(self.gradient))
+        part.within(self.gradient).zero_()
 
     def gradient_of(self, part: str) -> Tensor:
         """Slice of the gradient buffer that belongs to one model."""
@@ -254,7 +310,7 @@ class TrainingState:
         """Zero the gradients of these models, or of all, including leftovers of an interrupted backward pass."""
         for part in parts or self._layout.parts:
             self.gradient_of(part).zero_()
-            if self._compute_weights is not self._weights:
+            if self._compute_weights.dtype != self.gradient.dtype:
                 self._trained[part].zero_grad(set_to_none=True)
 
     def begin_update(self, *, check: Callable[[], None] = lambda: None) -> None:
@@ -279,9 +335,9 @@ class TrainingState:
         self._counters = counters
         self._updating = self._between_calls = False
 
-    def update(self, gradient: Tensor, *, part: str = ACTOR) -> Update:
+    def update(self, gradient: Tensor, *, part: str = ACTOR, group: ProcessGroup | None = None) -> Update:
         """Clip the gradient of one model, in place, and apply it; one that is not finite is skipped. It is equal on all
-        ranks."""
+        ranks. Each rank of several shards updates its box; the new weights are gathered within `group`."""
         assert self._updating, "updates are made between begin_update and end_update"
         actor, done, num_updates = self._schedule(part)
         rate = learning_rate(actor, update=done, num_updates=num_updates)
@@ -289,27 +345,37 @@ class TrainingState:
         if not is_finite(grad_norm):
             self._count("critic_skipped" if part == CRITIC else "skipped")
             return Update(grad_norm, rate, applied=False)
+        own = self._box.own_gradient(part, gradient)
         if grad_norm > actor.max_grad_norm:
-            gradient.mul_(actor.max_grad_norm / grad_norm)
+            own.mul_(actor.max_grad_norm / grad_norm)
         self._count("critic_updates" if part == CRITIC else "updates")
         before = self._some_weights(part).clone()
         adamw(
-            self._layout.parts[part],
+            self._box.part(part),
             weights=self._weights,
             moments=self._moments,
-            gradient=gradient,
+            gradient=own,
             actor=actor,
             rate=rate,
             count=done + 1,
         )
-        if self._compute_weights is not self._weights:
-            self._part(part, self._compute_weights).copy_(self._part(part, self._weights))
-        return Update(grad_norm, rate, applied=True, ratio=_change(before, self._some_weights(part)))
+        after = self._some_weights(part)
+        if self._box.is_whole:
+            if self._compute_weights is not self._weights:
+                self._part(part, self._compute_weights).copy_(self._part(part, self._weights))
+            return Update(grad_norm, rate, applied=True, ratio=_change(before, after))
+        assert group is not None, "the weights of several shards are gathered after an update"
+        self._is_gathered = False  # If the others do not come, a rollback follows.
+        self._box.gather(self._weights, into=self._compute_weights, group=group, parts=(part,))
+        self._is_gathered = True
+        squares = torch.stack((_norm(after - before), _norm(before))).square()
+        changed, held = group.all_gather(squares, timeout_s=GATHER_TIMEOUT_S).sum(dim=0).sqrt()
+        return Update(grad_norm, rate, applied=True, ratio=_relative(changed, held))
 
     def _some_weights(self, part: str) -> Tensor:
-        """Evenly spaced weights of a model, few enough to be copied at every update."""
-        weights = self._part(part, self._weights)
-        return weights[:: -(-weights.numel() // RATIO_ELEMENTS)]
+        """Evenly spaced weights of a model, of those that this rank updates, few enough to be copied every time."""
+        weights = self._box.part(part).within(self._weights)
+        return weights[:: max(1, -(-weights.numel() // RATIO_ELEMENTS))]
 
     def _schedule(self, part: str) -> tuple[ActorSection, int, int]:
         """Optimizer settings of a model, its number of updates in this stage so far, and their total number.
@@ -366,6 +432,8 @@ class TrainingState:
         """Committed weights of the actor by Hugging Face name, in the compute dtype, for publishing and export: views
         of memory that the next update changes."""
         actor, committed = self._layout.actor, self._committed_tensor()
+        if not self._box.is_whole and (committed is not self._live or not self._is_gathered):
+            raise RefusedError(f"the weights of step {self.committed_step} are not complete on this rank now")
         if committed is self._live:
             return actor.views(self._compute_weights)
         return actor.views(actor.within(self._layout.weights(committed)).to(self.model.dtype))
@@ -382,11 +450,27 @@ class TrainingState:
         return HeldState(
             counters=counters,
             tensors=self._by_name(view, self._kept_reference(counters)),
-            weights=actor.views(self._layout.weights(view)),
+            weights=actor.views(self._layout.weights(view)) if self._box.is_whole else {},
             dtype=self.model.dtype,
             await_copy=await_copy,
             hold=hold,
+            seat=self.seat,
         )
+
+    def hold(self, counters: CopyCounters) -> HeldState:
+        """Keep the snapshot of a committed state for a thread that saves it; it may be the one before the last."""
+        if counters.step == self.prepared_step:
+            self.commit(counters.step)  # Only committed steps are saved.
+        if counters == self._committed:
+            return self.hold_committed()
+        view, hold = self._copies.hold(counters)
+        tensors = self._by_name(view, self._kept_reference(counters))
+        return HeldState(counters, tensors, {}, self.model.dtype, lambda: None, hold, self.seat)
+
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the actor's weights by Hugging Face name."""
+        return {slot.name: slot.shape for slot in self._layout.actor.slots}
 
     def hold_latest(self) -> StateCopy | None:
         """Hold the prepared state, or else the committed one, for a thread that reads it during training; None before
@@ -396,7 +480,7 @@ class TrainingState:
             return None
         view, header, hold = latest
         tensors = self._by_name(view, self._kept_reference(self._counters))
-        return StateCopy(self._counters, self.prepared_digest, tensors, header, hold)
+        return StateCopy(self._counters, self.prepared_digest, tensors, header, hold, box=self.seat.box)
 
     def snapshot_tensors(self) -> dict[str, Tensor]:
         """Committed state without its counters in host memory, as views; it stays as it is until the step after the
@@ -425,13 +509,21 @@ class TrainingState:
         saved_reference = any(name.startswith("reference/") for name in places)
         is_frozen = saved_reference and not self._layout.has_reference
         reference = self._new_reference() if is_frozen else None
-        mine = self._by_name(self._live, reference)
+        layout = self._layout
+        if stored.has_any_box and not self._box.is_whole:  # Compared as a whole; only the box is read.
+            mine = layout.by_name(torch.empty(layout.size, device="meta"))
+            mine |= {} if reference is None else reference_by_name(self._reference_part, reference)
+        else:
+            mine = self._by_name(self._live, reference)
+        if not stored.has_any_box and stored.box != self.seat.box:
+            raise IntegrityError(f"expected box {self.seat.box!r} of the state, got {stored.box!r}")
         if mine.keys() != places.keys():
             odd = ", ".join(sorted(mine.keys() ^ places.keys())[:4])
             raise IntegrityError(f"expected the saved state of this model, got one that differs in {odd}")
         for name, tensor in mine.items():
             dtype, shape = DTYPES.get(places[name].dtype), places[name].shape
-            if shape != tuple(tensor.shape) or f"torch.{dtype}" != str(tensor.dtype):
+            is_flat = stored.has_any_box and shape == (tensor.numel(),)  # Stored in parts.
+            if (shape != tuple(tensor.shape) and not is_flat) or f"torch.{dtype}" != str(tensor.dtype):
                 raise IntegrityError(
                     f"expected {name} as {tensor.dtype} {tuple(tensor.shape)}, got torch.{dtype} {shape}"
                 )
@@ -454,6 +546,8 @@ class TrainingState:
                 raise RefusedError(f"this host has no segment service that could hold snapshots of {process}")
             held = HeldSnapshots(process, segments=self._segments)
         header = (held or self._snapshots).expect(step, digest=digest)
+        if header.box != self.seat.box:
+            raise IntegrityError(f"expected a snapshot of box {self.seat.box!r}, got {header.box!r}")
         stage = stages.get(header.stage)
         if stage is None and header.stage:
             raise IntegrityError(f"the snapshot belongs to stage {header.stage!r}, which is not ours")
@@ -520,7 +614,7 @@ class TrainingState:
 
     def _by_name(self, state: Tensor, reference: Tensor | None) -> dict[str, Tensor]:
         frozen = {} if reference is None else reference_by_name(self._reference_part, reference)
-        return self._layout.by_name(state) | frozen
+        return self._box.by_name(state) | frozen
 
     def _part(self, name: str, flat: Tensor) -> Tensor:
         return self._layout.parts[name].within(flat)
@@ -551,7 +645,9 @@ class TrainingState:
 
     def _weights_changed(self, *, reference: Tensor | None) -> None:
         """Refresh the compute weights after the live tensor was replaced; `reference` is the frozen one."""
-        if self._compute_weights is not self._weights:
+        if not self._box.is_whole:
+            self._is_gathered = False
+        elif self._compute_weights is not self._weights:
             self._compute_weights.copy_(self._weights)
         if reference is not self._reference:
             self._reference, self._reference_model = reference, None
@@ -594,7 +690,11 @@ RATIO_ELEMENTS = 1 << 16
 
 def _change(before: Tensor, after: Tensor) -> Tensor:
     """Norm of the difference, relative to the norm of `before`."""
-    return (_norm(after - before) / _norm(before)).nan_to_num(nan=0.0, posinf=0.0)
+    return _relative(_norm(after - before), _norm(before))
+
+
+def _relative(changed: Tensor, held: Tensor) -> Tensor:
+    return (changed / held).nan_to_num(nan=0.0, posinf=0.0)
 
 
 def adamw(
@@ -617,6 +717,8 @@ def adamw(
         (slice(part.start, part.decayed_stop), actor.weight_decay),
         (slice(part.decayed_stop, part.stop), 0.0),
     ):
+        if where.start == where.stop:
+            continue
         fused_adamw(
             weights[where],
             gradient[where.start - part.start : where.stop - part.start],

@@ -11,6 +11,7 @@ from kintsugi.training import state as state_module
 from kintsugi.training.batch import cut, sample_of
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.objectives import Supervised
+from kintsugi.training.process_group import ProcessGroup
 from kintsugi.training.state import TrainingState, Update
 from kintsugi.training.step_cache import StepCache
 from tests.unit.training.test_model_calls import alone
@@ -88,9 +89,9 @@ def test_the_model_that_was_loaded_leaves_no_memory_of_its_own(dtype: torch.dtyp
 class Recording(TrainingState):
     given: Tensor
 
-    def update(self, gradient: Tensor, *, part: str = "actor") -> Update:
+    def update(self, gradient: Tensor, *, part: str = "actor", group: ProcessGroup | None = None) -> Update:
         self.given = gradient
-        return super().update(gradient, part=part)
+        return super().update(gradient, part=part, group=group)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
