@@ -139,6 +139,7 @@ ALLOWED_SENDERS: dict[type[Body], frozenset[Role]] = {
     training.PairsEvaluated: _REPLY,
     weights.Published: _REPLY,
     training.Saved: _REPLY,
+    training.PieceSaved: _REPLY,
     training.WeightsHashed: _REPLY,
     weights.WeightsLoaded: _REPLY,
     weights.WeightsFetched: _REPLY,
