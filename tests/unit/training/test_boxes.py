@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kintsugi.config.schema import ActorSection, CriticSection
-from kintsugi.errors import IntegrityError
+from kintsugi.config.stages import Stage
+from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.architecture import parameter_shapes
 from kintsugi.model.seats import Seat, digest_of_box, joined, replica_of, seat_of
+from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.training.boxes import ALIGNMENT, Box
 from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart
-from tests.unit.training.world import TINY, every_length, new_stage, rewarded, train
+from kintsugi.training.model_calls import ModelCalls
+from kintsugi.training.process_group import ProcessGroup
+from kintsugi.training.state import TrainingState
+from tests.unit.training.fakes import FakeSegments
+from tests.unit.training.world import (
+    TINY,
+    StoredTensors,
+    every_length,
+    in_world,
+    new_stage,
+    rewarded,
+    run_call,
+    train,
+)
 
 ACTOR_SETTINGS = ActorSection(learning_rate=0.01, weight_decay=0.1, max_grad_norm=0.05)
 
@@ -141,3 +157,87 @@ def test_a_group_without_a_box_is_refused() -> None:
     stage, batch = new_stage(actor=ACTOR_SETTINGS, steps=3), every_length()
     with pytest.raises(IntegrityError, match="expected one rank for each of 4 boxes"):
         train(batch, stage=stage, world_size=3, num_shards=12, boxes=4)
+
+
+def step_of(state: TrainingState, step: int, *, rank: int, group: ProcessGroup, stage: Stage) -> None:
+    batch = every_length()
+    calls = ModelCalls(state, deterministic=True)
+    call = batch.call(stage, step=step, rank=rank, world_size=group.size, num_shards=12)
+    run_call(batch, call, calls=calls, group=group)
+    state.commit(step)
+
+
+@pytest.mark.parametrize(("boxes", "source"), [(4, "snapshot"), (2, "snapshot"), (2, "replica")])
+def test_only_the_box_of_a_lost_rank_is_restored_and_the_bits_are_those_of_an_undisturbed_run(
+    boxes: int, source: str
+) -> None:
+    """The lost rank leaves the others in the middle of an update, with weights that belong to no step."""
+    stage, segments = new_stage(actor=ACTOR_SETTINGS, steps=4), FakeSegments()
+
+    def new_rank(rank: int) -> TrainingState:
+        model = Transformer(TINY)
+        initialize(model, seed=3 if rank < 10 else 4)
+        name = f"model-{rank % 10}"
+        return TrainingState(model, process=name, segments=segments, seat=seat_of(name, shards=boxes))
+
+    def begin(rank: int, group: ProcessGroup) -> TrainingState:
+        state = new_rank(rank)
+        state.start_stage(stage, step=0)
+        for step in (1, 2):
+            step_of(state, step, rank=rank, group=group, stage=stage)
+        return state
+
+    states = in_world(4, begin)
+    committed = [state.committed_digest for state in states]
+    for state in states:
+        state.begin_update()
+        state._weights.add_(1.0)
+        state._compute_weights.fill_(float("nan"))
+    lost = states[1]
+    states[1] = replacement = new_rank(11)
+    if source == "snapshot":
+        replacement.restore_snapshot(2, process="model-1", stages={stage.name: stage}, digest=committed[1])
+    else:
+        held = StoredTensors(states[3].snapshot_tensors(), box=states[3].seat.box)
+        counters = states[3].committed_counters
+        replacement.restore(held, counters=counters, stage=stage, digest=committed[1])
+    del lost
+
+    def go_on(rank: int, group: ProcessGroup) -> dict[str, Tensor]:
+        state = states[rank]
+        state.rollback(2)
+        with pytest.raises(RefusedError, match="not complete on this rank"):
+            state.weights()
+        state.gather(group)
+        for step in (3, 4):
+            step_of(state, step, rank=rank, group=group, stage=stage)
+        return {name: tensor.clone() for name, tensor in state.weights().items()}
+
+    found = in_world(4, go_on)
+    (whole,) = train(every_length(), stage=stage, world_size=1, num_shards=12, num_steps=4)
+    for weights in found:
+        assert all(torch.equal(weights[name], whole.weights[name]) for name in whole.weights)
+    segments.close()
+
+
+def test_a_state_of_another_box_is_refused_and_changes_nothing() -> None:
+    stage, segments = new_stage(actor=ACTOR_SETTINGS, steps=4), FakeSegments()
+
+    def begin(rank: int, group: ProcessGroup) -> TrainingState:
+        model = Transformer(TINY)
+        initialize(model, seed=3)
+        name = f"model-{rank}"
+        state = TrainingState(model, process=name, segments=segments, seat=seat_of(name, shards=2))
+        state.start_stage(stage, step=0)
+        step_of(state, 1, rank=rank, group=group, stage=stage)
+        return state
+
+    first, second = in_world(2, begin)
+    before = first.digest()
+    with pytest.raises(IntegrityError, match="expected a snapshot of box '0/2', got '1/2'"):
+        first.restore_snapshot(1, process="model-1", stages={stage.name: stage})
+    held = StoredTensors(second.snapshot_tensors(), box="1/2")
+    with pytest.raises(IntegrityError, match="expected box '0/2' of the state, got '1/2'"):
+        first.restore(held, counters=second.committed_counters, stage=stage)
+    assert first.digest() == before
+    segments.close()

@@ -77,9 +77,10 @@ def new_state(
 class StoredTensors:
     """A state that is stored in tensors of the test."""
 
-    has_any_box, box = False, ""
+    has_any_box = False
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, box: str = "") -> None:
+        self.box = box
         self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         self.places = {place.name: place for place in TensorFile(self._tensors).places}
 
