@@ -22,7 +22,7 @@ PARALLEL := --numprocesses auto --dist worksteal tests/docs $(TINY) tests/unit t
 # Real clusters want the machine to themselves: they count processes and descriptors, and have deadlines.
 ALONE := tests/cluster tests/browser tests/extras $(TINY:%=--ignore %)
 # What has a target of its own.
-LEAN := not gpu and not hosts and not slurm and not ray and not kubernetes and not mindspore
+LEAN := not gpu and not hosts and not slurm and not ray and not kubernetes and not mindspore and not sharding
 # Programs of the system that the fault laboratory calls, the browser of tests/browser, and sshd of hosts in namespaces;
 # what is missing is said, and its tests are skipped.
 SYSTEM_TOOLS := ip tc nft iptables strace mkfs.ext4 mount unshare nsenter chromium /usr/sbin/sshd
@@ -32,7 +32,7 @@ SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 unexport PYTHONDONTWRITEBYTECODE
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq
 
-.PHONY: help setup setup-test setup-mindspore system-packages demo test test-fast test-hosts test-slurm test-ray test-kubernetes test-mindspore test-extras lint docs wheel bench trl-losses clean
+.PHONY: help setup setup-test setup-mindspore system-packages demo test test-fast test-hosts test-slurm test-ray test-kubernetes test-mindspore test-sharding test-extras lint docs wheel bench trl-losses clean
 
 help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
@@ -41,6 +41,7 @@ help:
 	@echo "make test-ray   runs on the nodes of a Ray cluster, in an environment of their own, 15 minutes (root)"
 	@echo "make test-extras  trackers, notebooks and JupyterLab with their real libraries, in an environment of their own, 5 minutes"
 	@echo "make test-slurm  runs on a Slurm cluster that the test starts (root, Debian), 15 minutes"
+	@echo "make test-sharding  whole runs with the optimizer's state cut over the ranks, several minutes"
 	@echo "make test-mindspore  MindSpore ranks against torch, and their recovery, after make setup-mindspore"
 	@echo "make docs       the documentation site, into site/"
 	@echo "make wheel      the wheel, into dist/"
@@ -136,6 +137,10 @@ test-slurm: system-packages $(SETUP_TEST)
 # Real runs with MindSpore ranks, and its losses beside those of torch; without MindSpore these tests are skipped by name.
 test-mindspore: $(SETUP_TEST) $(SETUP_MINDSPORE)
 	$(BIN)/python -m pytest $(SLOWEST) -m mindspore tests/unit/training tests/cluster/test_mindspore.py
+
+# Whole runs with the optimizer state cut over the ranks, undisturbed, killed and resumed with other layouts.
+test-sharding: system-packages $(SETUP_TEST)
+	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_sharded_runs.py
 
 # Libraries that are too many for the environment of the tests; without them tests/extras is skipped by name.
 test-extras: $(SETUP_EXTRAS)

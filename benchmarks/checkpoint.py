@@ -103,7 +103,7 @@ def named(flat: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def model_files(held: HeldState) -> Iterator[tuple[str, FileContent]]:
+def model_files(held: HeldState, others: object) -> Iterator[tuple[str, FileContent]]:
     yield "model.safetensors", TensorFile(held.weights, dtype=held.dtype, metadata={"format": "pt"})
 
 

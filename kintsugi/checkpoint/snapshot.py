@@ -69,6 +69,8 @@ class SlotHeader(msgspec.Struct, frozen=True):
     reference: str = ""
     critic_updates: int = 0
     critic_skipped: int = 0
+    box: str = ""
+    """Part of the state that the payload is; empty for all of it."""
 
 
 class SnapshotSlot:

@@ -2,7 +2,8 @@
 
     checkpoints/step-000123/
         config.json model.safetensors tokenizer.json …   a Hugging Face folder, usable as it is
-        trainer.safetensors                              optimizer moments and master weights
+        trainer.safetensors                              optimizer moments and master weights, or instead
+        trainer-00001-of-00004.safetensors …             the boxes of them, each written by a rank that holds it
         trainer.json                                     step, stage, schedule, random state, …
         manifest.json                                    size and digest of all of the above, and each tensor's slice
 
@@ -17,18 +18,26 @@ lock: no file is ever a whole in memory, and the other threads of the process ke
 the device writes those before: at most `ahead_bytes` are in the page cache only, so that it holds no second copy of the
 state. The more may be there, the sooner all tensors have been read, and the longer the sync after that. Files are read
 back from the device, not from that cache.
+
+A state that is cut into boxes (`model/seats.py`) is written by one rank of each box into the same hidden folder. The
+rank that was asked to save writes the rest when the others are done: the Hugging Face files, from the boxes, and the
+manifest, with the digests that the other ranks computed as they wrote. A tensor that lies in several boxes is stored in
+parts: "weights/lm_head.weight@4096" begins at element 4,096. Any layout of ranks can load such a checkpoint, as it can
+load one in a single file.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import mmap
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import xxhash
@@ -43,6 +52,7 @@ from kintsugi.checkpoint.manifest import (
 )
 from kintsugi.errors import DataDamaged, RefusedError, StorageError
 from kintsugi.model.arrays import Array, flat_bytes, from_buffer
+from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import (
     PIECE_BYTES,
     FileContent,
@@ -50,12 +60,16 @@ from kintsugi.model.tensor_file import (
     TensorPlace,
     head_size,
     places_of,
+    torch_dtype,
 )
 from kintsugi.runtime.disk import SYSTEM_DISK, Disk, File, storage_errors
 
 STATE_FILE = "trainer.safetensors"
+PART_MARK = "@"
+"""`weights/lm_head.weight@4096`: the elements of a tensor from this one on."""
 EXTRA_FILE = "trainer.json"
 _LOCK_FILE = ".lock"
+_BOX_FILE = r"trainer-\d{5}-of-\d{5}\.safetensors"
 FLUSH_BYTES = 128 << 20
 """Bytes that may be on their way to the device if no number is given: enough to keep it busy, little beside a state."""
 SMALL_BYTES = 1 << 20
@@ -80,6 +94,25 @@ class _Extra(msgspec.Struct, frozen=True):
     step: int
     stage: str
     extra: dict[str, Any]
+
+
+class OtherBoxes(Protocol):
+    """The boxes that other ranks write."""
+
+    def ask(self, folder: Path) -> None:
+        """Ask the ranks to write into this folder, which exists."""
+        ...
+
+    def wait(self) -> Mapping[str, StoredFile]:
+        """Wait until all files are durable."""
+        ...
+
+
+def state_file(seat: Seat) -> str:
+    """`state_file(Seat(1, 4)) == "trainer-00002-of-00004.safetensors"`."""
+    if seat.shards == 1:
+        return STATE_FILE
+    return f"trainer-{seat.shard + 1:05d}-of-{seat.shards:05d}.safetensors"
 
 
 Report = Callable[[Path, str], None]
@@ -109,8 +142,12 @@ def save_checkpoint(
     on_bytes: OnBytes = _ignore,
     on_read: Callable[[], object] = lambda: None,
     ahead_bytes: int = FLUSH_BYTES,
+    seat: Seat = WHOLE,
+    others: OtherBoxes | None = None,
 ) -> Checkpoint:
     """Write and verify a checkpoint, then remove old ones. `model_files`: name and contents of the Hugging Face files.
+    With several boxes `state` is that of the `seat`; the `others` are written by other ranks, and the model files are
+    taken when all boxes are in the folder.
 
     Of `best_steps`, the first that has a checkpoint is kept too, however old.
     `on_read` is called as soon as all tensors have been read: they may change while the files are synced and verified.
@@ -126,10 +163,21 @@ def save_checkpoint(
     with _alone(folder, disk=disk):
         _clear_leftovers(folder, disk=disk)
         unfinished = folder / f".saving-step-{step:06d}"
-        files = chain(model_files, _trainer_files(step=step, stage=stage, state=state, extra=extra))
+        trainer_files = _trainer_files(step=step, stage=stage, state=state, extra=extra, seat=seat)
+        stored: dict[str, StoredFile] = {}
+
+        def all_boxes() -> Iterator[tuple[str, FileContent]]:
+            assert others is not None
+            others.ask(unfinished)
+            yield from trainer_files
+            on_read()
+            stored.update(others.wait())
+            yield from model_files
+
+        files = chain(model_files, trainer_files) if others is None else all_boxes()
         try:
             writer = _Writer(unfinished, disk=disk, on_bytes=on_bytes, ahead_bytes=ahead_bytes)
-            writer.write(files, step=step, stage=stage, on_read=on_read)
+            writer.write(files, step=step, stage=stage, stored=stored, on_read=on_read)
             written = verify(unfinished, disk=disk, on_bytes=on_bytes, uncached=True)
             checkpoint = _put_in_place(written, folder=folder, disk=disk)
         finally:
@@ -138,6 +186,23 @@ def save_checkpoint(
                     _remove_folder(unfinished, disk=disk)
         _retire_others(checkpoint, folder=folder, keep=keep, best_steps=best_steps, disk=disk)
     return checkpoint
+
+
+def write_box(
+    folder: Path,
+    *,
+    seat: Seat,
+    state: Mapping[str, Array],
+    disk: Disk = SYSTEM_DISK,
+    on_bytes: OnBytes = _ignore,
+    on_read: Callable[[], object] = lambda: None,
+    ahead_bytes: int = FLUSH_BYTES,
+) -> tuple[str, StoredFile]:
+    """Write the box of this rank into the folder of a checkpoint that another rank saves, and make it durable; return
+    its entry in the manifest."""
+    writer = _Writer(folder, disk=disk, on_bytes=on_bytes, ahead_bytes=ahead_bytes)
+    name = state_file(seat)
+    return name, writer.write_one(name, TensorFile(state), on_read=on_read)
 
 
 ARRIVING = ".saving-arriving-step-"
@@ -175,33 +240,139 @@ def keep_checkpoint(
 
 
 class CheckpointState:
-    """State of a checkpoint. Names, dtypes and shapes are known; the bytes are read straight into their place."""
+    """State of a checkpoint. Names, dtypes and shapes are known; the bytes are read straight into their place. Whether
+    it was saved in one file or in boxes, the whole of it can be read, or any box."""
+
+    has_any_box, box = True, ""
 
     def __init__(self, path: Path, *, contents: Contents, disk: Disk, on_bytes: OnBytes = _ignore) -> None:
         self._path, self._contents, self._disk, self._on_bytes = path, contents, disk, on_bytes
-        self.places: Mapping[str, TensorPlace] = {
-            place.name: place for place in _tensor_places(path, contents=contents, disk=disk)
+        self._files = {
+            name: _tensor_places(path, name, disk=disk) for name in _state_files(path, contents=contents)
         }
+        self.places: Mapping[str, TensorPlace] = _whole_places(path, self._files)
+        """Tensors of the whole state. One that is stored in parts has one dimension here."""
 
     def read(self, into: Mapping[str, Array]) -> None:
-        """Fill contiguous tensors of the same names, dtypes and shapes; StorageError if the file is damaged, after
-        which their contents are undefined."""
-        assert into.keys() == self.places.keys(), "the caller has compared the names"
-        ahead = deque(sorted(self.places.values(), key=lambda place: place.offset))
-        targets = {name: flat_bytes(array) for name, array in into.items()}
+        """Fill contiguous tensors of the same names, dtypes and shapes, or parts of them ("name@4096"); StorageError if
+        a file is damaged, after which their contents are undefined."""
+        targets: dict[str, tuple[int, Any]] = {}
+        for name, array in into.items():
+            base, first = _part(name)
+            targets[base] = first * array.itemsize, flat_bytes(array)
+        assert targets.keys() <= self.places.keys(), "the caller has compared the names"
+        for file, places in self._files.items():
+            needed = [each for each in map(_Source, places) if each.overlaps(targets)]
+            if needed:
+                self._read_file(file, deque(needed), targets)
+
+    def _read_file(self, file: str, ahead: deque[_Source], targets: Mapping[str, tuple[int, Any]]) -> None:
         pieces = _read_verified(
-            self._path, STATE_FILE, contents=self._contents, disk=self._disk, on_bytes=self._on_bytes
+            self._path, file, contents=self._contents, disk=self._disk, on_bytes=self._on_bytes
         )
         for offset, piece in pieces:
             end = offset + len(piece)
-            while ahead and ahead[0].offset < end:
-                place = ahead[0]
-                start, stop = max(place.offset, offset), min(place.offset + place.size, end)
-                target = targets[place.name][start - place.offset : stop - place.offset]
-                target[...] = from_buffer(piece[start - offset : stop - offset], like=target)
-                if stop < place.offset + place.size:
+            while ahead and ahead[0].place.offset < end:
+                place, begin = ahead[0].place, ahead[0].begin
+                at, target = targets[ahead[0].base]
+                # Bytes of the tensor that are wanted, stored in this part, and in this piece of the file.
+                start = max(begin + max(0, offset - place.offset), at)
+                stop = min(begin + min(place.size, end - place.offset), at + len(target))
+                if start < stop:
+                    here = place.offset - offset - begin
+                    wanted = piece[start + here : stop + here]
+                    target[start - at : stop - at] = from_buffer(wanted, like=target)
+                if end < place.offset + place.size:
                     break
                 ahead.popleft()
+
+
+class _Source:
+    """A tensor, or a part of one, in a file."""
+
+    def __init__(self, place: TensorPlace) -> None:
+        self.place = place
+        self.base, first = _part(place.name)
+        count = math.prod(place.shape)
+        self.begin = first * (place.size // count if count else 1)
+        """Its first byte within the whole tensor."""
+
+    def overlaps(self, targets: Mapping[str, tuple[int, Array]]) -> bool:
+        at, target = targets.get(self.base, (0, ()))
+        return self.begin < at + len(target) and at < self.begin + self.place.size
+
+
+def _part(name: str) -> tuple[str, int]:
+    """`_part("weights/lm_head.weight@4096") == ("weights/lm_head.weight", 4096)`"""
+    base, _, first = name.partition(PART_MARK)
+    return base, int(first or 0)
+
+
+def _state_files(path: Path, *, contents: Contents) -> list[str]:
+    """The file of the state, or those of all its boxes; StorageError if one is missing, or there are several states."""
+    if STATE_FILE in contents.files:
+        return [STATE_FILE]
+    found = sorted(name for name in contents.files if re.fullmatch(_BOX_FILE, name))
+    if not found:
+        raise StorageError(f"{path} has no {STATE_FILE}")
+    shards = int(found[0].removesuffix(".safetensors").rpartition("-")[2])
+    expected = [state_file(Seat(shard, shards)) for shard in range(shards)]
+    if found != expected:
+        odd = sorted(set(expected) ^ set(found))
+        raise StorageError(
+            f"{path}: expected the {shards} boxes of one state, got another set: {', '.join(odd)}"
+        )
+    return found
+
+
+def _whole_places(path: Path, files: Mapping[str, Sequence[TensorPlace]]) -> dict[str, TensorPlace]:
+    """Whole tensors by name, from their parts in all files; StorageError if parts do not make a whole."""
+    parts: dict[str, list[_Source]] = {}
+    for places in files.values():
+        for place in places:
+            source = _Source(place)
+            parts.setdefault(source.base, []).append(source)
+    found: dict[str, TensorPlace] = {}
+    for base, sources in parts.items():
+        sources.sort(key=lambda source: source.begin)
+        first = sources[0].place
+        if [source.place.name for source in sources] == [base]:
+            found[base] = first
+            continue
+        end = 0
+        for source in sources:
+            if source.begin != end or source.place.dtype != first.dtype:
+                raise StorageError(f"{path}: the parts of {base} do not follow each other at byte {end}")
+            end += source.place.size
+        count = sum(math.prod(source.place.shape) for source in sources)
+        found[base] = TensorPlace(base, first.dtype, (count,), 0, end)
+    return found
+
+
+def stored_weights(folder: Path, *, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+    """Weights of the actor in the boxes of a checkpoint that is being written, by Hugging Face name: views of the
+    files, but for tensors that lie in several of them."""
+    import torch
+
+    parts: dict[str, list[tuple[int, Array]]] = {name: [] for name in shapes}
+    for path in sorted(path for path in folder.iterdir() if re.fullmatch(_BOX_FILE, path.name)):
+        places = _tensor_places(folder, path.name, disk=SYSTEM_DISK)
+        with storage_errors(str(path)), path.open("rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        for place in places:
+            base, first = _part(place.name)
+            name = base.removeprefix("weights/")
+            if base.startswith("weights/") and name in parts:
+                dtype, count = torch_dtype(place), math.prod(place.shape)
+                view = torch.frombuffer(content, dtype=dtype, count=count, offset=place.offset)
+                parts[name].append((first, view))
+    weights = {}
+    for name, shape in shapes.items():
+        views = [view for _, view in sorted(parts[name], key=lambda part: part[0])]
+        if sum(view.numel() for view in views) != math.prod(shape):
+            raise StorageError(f"{folder}: the boxes do not have all of {name}")
+        weights[name] = (views[0] if len(views) == 1 else torch.cat(views)).view(shape)
+    return weights
 
 
 def load_checkpoint(
@@ -275,9 +446,9 @@ def _alone(folder: Path, *, disk: Disk) -> Iterator[None]:
 
 
 def _trainer_files(
-    *, step: int, stage: str, state: Mapping[str, Array], extra: Mapping[str, Any]
+    *, step: int, stage: str, state: Mapping[str, Array], extra: Mapping[str, Any], seat: Seat
 ) -> Iterator[tuple[str, FileContent]]:
-    yield STATE_FILE, TensorFile(state)
+    yield state_file(seat), TensorFile(state)
     yield EXTRA_FILE, msgspec.json.format(msgspec.json.encode(_Extra(step, stage, dict(extra))))
 
 
@@ -294,11 +465,12 @@ class _Writer:
         *,
         step: int,
         stage: str,
+        stored: dict[str, StoredFile],
         on_read: Callable[[], object],
     ) -> None:
+        """`stored`: where the files are noted; those that others have written are there when these have been."""
         with storage_errors(str(self._folder)):
             self._disk.mkdir(self._folder)
-        stored: dict[str, StoredFile] = {}
         with ExitStack() as resources:
             opened: list[tuple[Path, File]] = []
             for name, content in files:
@@ -316,6 +488,15 @@ class _Writer:
             self._make_durable([(manifest, file)])
         with storage_errors(str(self._folder)):
             self._disk.sync_folder(self._folder)
+
+    def write_one(self, name: str, content: FileContent, *, on_read: Callable[[], object]) -> StoredFile:
+        """Write one file into a folder that exists, and make it durable."""
+        path = self._folder / name
+        with storage_errors(str(path)), closing(self._disk.open(path, create=True)) as file:
+            stored = self._write_content(path, file, content)
+            on_read()
+            self._make_durable([(path, file)])
+        return stored
 
     def _make_durable(self, opened: Sequence[tuple[Path, File]]) -> None:
         while self._flushes.num_bytes:
@@ -516,17 +697,15 @@ def _buffer_size(size: int) -> int:
     return min(PIECE_BYTES, mmap.PAGESIZE * (size // mmap.PAGESIZE + 1))
 
 
-def _tensor_places(path: Path, *, contents: Contents, disk: Disk) -> list[TensorPlace]:
-    """Tensors of the state's file, by its header; its digest is compared when it is read."""
-    if STATE_FILE not in contents.files:
-        raise StorageError(f"{path} has no {STATE_FILE}")
-    with storage_errors(str(path / STATE_FILE)), closing(disk.open_to_read(path / STATE_FILE)) as file:
+def _tensor_places(path: Path, name: str, *, disk: Disk) -> list[TensorPlace]:
+    """Tensors of a file of the state, by its header; its digest is compared when it is read."""
+    with storage_errors(str(path / name)), closing(disk.open_to_read(path / name)) as file:
         try:
             return places_of(file.pread(head_size(file.pread(8, offset=0)), offset=0))
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError(
-                f"{path / STATE_FILE} is damaged on disk: {error}",
-                detail=DataDamaged(path=str(path / STATE_FILE)),
+                f"{path / name} is damaged on disk: {error}",
+                detail=DataDamaged(path=str(path / name)),
             ) from error
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.cluster.device_memory import read_devices
-from kintsugi.config.schema import Config
+from kintsugi.config.schema import Config, LayoutSection
 from kintsugi.config.stages import num_processes, stages
 from kintsugi.control.placement import plan_layout
 from kintsugi.errors import DeadlineExceeded, UserError
@@ -26,7 +26,7 @@ from kintsugi.runtime.disk import write_atomically
 from kintsugi.runtime.waits import wait
 from kintsugi.telemetry.collect.cgroups import available_memory_bytes
 from kintsugi.transport import most_peers
-from kintsugi.types import Role, role_of
+from kintsugi.types import Role, process_id, role_of
 
 FREED_S = 10.0
 """Time for the memory of a run that was just killed to be released before a card counts as full."""
@@ -47,6 +47,8 @@ def memory_lines(config: Config) -> Iterator[str]:
     devices = read_devices()
     memory = run_memory(config, num_devices=len(devices))
     plan = plan_layout(config)
+    if config.actor.layout.shards > 1:
+        yield from _layout_lines(memory)
     yield f"  {'':8} {'number':>6} {'host each':>12} {'device each':>12}"
     for role in dict.fromkeys(process.role for process in plan):
         count, each = sum(process.role is role for process in plan), memory.of_role(role)
@@ -67,6 +69,20 @@ def memory_lines(config: Config) -> Iterator[str]:
     if not devices:
         yield from _elsewhere(config)
     yield from (f"  {line}" for line in _disk_lines(memory, folder=Path(config.run_dir or "runs")))
+
+
+def _layout_lines(memory: RunMemory) -> Iterator[str]:
+    """Describe which rank holds which part of the optimizer's state."""
+    actor = memory.config.actor
+    shards = actor.layout.shards
+    replicas = actor.workers // shards
+    yield (
+        f"  layout   {actor.workers} ranks = {replicas} replicas × {shards} shards: each rank holds "
+        f"1/{shards} of weights and moments ({gigabytes(memory.box_bytes)} of {gigabytes(memory.state_bytes)})"
+    )
+    for shard in range(shards):
+        holders = [process_id(Role.MODEL, index) for index in range(shard, actor.workers, shards)]
+        yield f"           part {shard + 1}: {', '.join(holders)}"
 
 
 def limit_lines(config: Config) -> Iterator[str]:
@@ -228,6 +244,12 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
     def changed(**values: object) -> Config:
         return msgspec.structs.replace(config, actor=msgspec.structs.replace(actor, **values))
 
+    can_cut = not config.cluster.on and config.cluster.share_device != "offload"
+    if can_cut and not any(stage.moves_reference or stage.has_critic for stage in stages(config)):
+        for shards in range(actor.layout.shards + 1, actor.workers + 1):
+            if actor.workers % shards == 0:
+                layout = LayoutSection(shards=shards)
+                yield f"`actor.layout.shards={shards}`", changed(layout=layout)
     sizes = [
         LEAST_MICRO_BATCH << power
         for power in range(16)

@@ -80,6 +80,8 @@ CHANGEABLE = (
     "algorithm.entropy_weight",
     "algorithm.clip_low",
     "algorithm.clip_high",
+    "actor.layout.replicas",
+    "actor.layout.shards",
     "actor.learning_rate",
     "actor.schedule",
     "actor.weight_decay",

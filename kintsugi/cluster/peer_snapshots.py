@@ -1,8 +1,9 @@
 """Peer snapshots: training states of ranks of another host, held so that the loss of a whole host loses no step.
 
 The states of the latest two steps are held in the agent's own memory, because a prepared step may never be committed.
-All ranks hold the same state, so it does not matter which of them sent it. A background thread fetches a state from the
-rank that offers it; every piece is verified when it arrives, and again by the rank that fetches it from here.
+All ranks hold the same state, or the same box of it, so it does not matter which of them sent it. A background thread
+fetches a state from the rank that offers it; every piece is verified when it arrives, and again by the rank that
+fetches it from here. The boxes of a state are held independently of each other.
 """
 
 from __future__ import annotations
@@ -71,13 +72,15 @@ class PeerSnapshotStore:
         self._bulk = bulk
         self._calls = calls
         self._capacity = capacity
-        self._states: dict[int, _State] = {}
-        self._arriving: _State | None = None
+        self._states: dict[tuple[str, int], _State] = {}
+        """Box and step → its state."""
+        self._arriving: dict[str, _State] = {}
+        """Box → the state that is being fetched."""
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps whose states are held."""
-        return tuple(self._states)
+        """Steps of which states, or boxes of them, are held."""
+        return tuple(dict.fromkeys(step for _, step in self._states))
 
     def handle(self, delivery: Delivery) -> None:
         """Carry out a request of a rank. A rank can only store its own state."""
@@ -94,13 +97,14 @@ class PeerSnapshotStore:
             self._replies.fail(delivery, error)
 
     def close(self) -> None:
-        self._arriving = None
-        for step in tuple(self._states):
-            self._drop(step)
+        self._arriving.clear()
+        for key in tuple(self._states):
+            self._drop(*key)
 
     def _begin(self, delivery: Delivery, request: KeepState) -> None:
         """Fetch a state in the background. It replaces one that is still arriving; those before stay."""
         manifest, offer, owner = request.state.manifest, request.state.offer, request.owner
+        box = request.state.box
         size = sum(piece.size for piece in manifest.pieces)
         if not 0 < size <= self._capacity or any(piece.size < 0 for piece in manifest.pieces):
             raise RefusedError(
@@ -108,15 +112,15 @@ class PeerSnapshotStore:
             )
         if offer is None or offer.process != owner:
             raise RefusedError(f"{owner} offered no state of step {manifest.step}")
-        self._arriving = None  # Its memory is freed before more is taken.
-        arriving = self._arriving = _State.create(request.state, size=size)
+        self._arriving.pop(box, None)  # Its memory is freed before more is taken.
+        arriving = self._arriving[box] = _State.create(request.state, size=size)
 
         def place(index: int) -> memoryview:
             start, length = arriving.places[index]
             return arriving.buffer[start : start + length]
 
         def check() -> None:
-            if self._arriving is not arriving:
+            if self._arriving.get(box) is not arriving:
                 raise RefusedError(f"the state of step {manifest.step} was given up for another one")
 
         pull = Pull(
@@ -142,8 +146,9 @@ class PeerSnapshotStore:
     def _arrived(self, delivery: Delivery, arriving: _State, error: Exception | None) -> None:
         """Hold a state that is whole and verified. Its step may be earlier than the last one: after a rollback steps
         are trained again, and the later states are dropped."""
-        if self._arriving is arriving:
-            self._arriving = None
+        box = arriving.state.box
+        if self._arriving.get(box) is arriving:
+            del self._arriving[box]
         elif error is None:
             error = RefusedError("a later state has replaced this one")
         if error is not None:
@@ -151,27 +156,36 @@ class PeerSnapshotStore:
             self._replies.fail(delivery, error)
             return
         step = arriving.state.manifest.step
-        earlier = sorted(other for other in self._states if other < step)[1 - NUM_STEPS :]
-        for other in [other for other in self._states if other not in earlier]:
-            self._drop(other)
-        self._states[step] = self._offer(arriving)
+        held = [other for each, other in self._states if each == box]
+        earlier = sorted(other for other in held if other < step)[1 - NUM_STEPS :]
+        for other in held:
+            if other not in earlier:
+                self._drop(box, other)
+        self._states[box, step] = self._offer(arriving)
         self._replies.reply(delivery, Ok())
 
     def _offer(self, arriving: _State) -> _State:
         """Offer a state from here."""
         export = FileExport(arriving.places, arriving.buffer, descriptor=arriving.descriptor, is_whole=True)
-        offer = self._bulk.server.offer(f"state-{arriving.state.manifest.step}", export)
+        name = f"state-{arriving.state.manifest.step}"
+        if arriving.state.box:
+            name += f"-{arriving.state.box.replace('/', '-of-')}"
+        offer = self._bulk.server.offer(name, export)
         arriving.state = msgspec.structs.replace(arriving.state, offer=offer)
         return arriving
 
     def _offered(self, request: FetchState) -> StateFetched:
-        if request.step not in self._states:
-            there = ", ".join(str(step) for step in self._states) or "none"
-            raise RefusedError(f"no state of step {request.step} is kept; there are: {there}")
-        return self._states[request.step].state
+        found = self._states.get((request.box, request.step))
+        if found is None:
+            there = (
+                ", ".join(" of box ".join(filter(None, (str(s), box))) for box, s in self._states) or "none"
+            )
+            which = f"box {request.box} of the state" if request.box else "state"
+            raise RefusedError(f"no {which} of step {request.step} is kept; there are: {there}")
+        return found.state
 
-    def _drop(self, step: int) -> None:
-        dropped = self._states.pop(step)
+    def _drop(self, box: str, step: int) -> None:
+        dropped = self._states.pop((box, step))
         assert dropped.state.offer is not None
         self._bulk.server.withdraw(dropped.state.offer.export)
         os.close(dropped.descriptor)

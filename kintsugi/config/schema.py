@@ -287,11 +287,23 @@ MINDSPORE_ENVIRONMENT = ".venv-mindspore"
 """Folder of the environment that `make setup-mindspore` makes, beside that of the run."""
 
 
+class LayoutSection(_Section, frozen=True):
+    """How the optimizer's state is spread over the model workers."""
+
+    shards: int = 1
+    """Parts into which master weights and optimizer moments are cut; each model worker holds and updates one of them.
+    Gradients and the weights to compute with stay whole on every worker. Does not change the result."""
+    replicas: int | None = None
+    """Model workers that hold the same part: `workers` / `shards`, which is the default. With 2 or more the state of a
+    lost worker comes from another one."""
+
+
 class ActorSection(_Section, frozen=True):
     """The trained model, its optimizer, and the model workers."""
 
     workers: int = 2
     """Number of model workers (data-parallel ranks)."""
+    layout: LayoutSection = LayoutSection()
     learning_rate: float = 5e-4
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0

@@ -109,6 +109,8 @@ _RULES: dict[str, Rule] = {
     "warmup.learning_rate": _POSITIVE,
     "warmup.warmup_steps": _NOT_NEGATIVE,
     "actor.workers": _POSITIVE,
+    "actor.layout.shards": _POSITIVE,
+    "actor.layout.replicas": _POSITIVE,
     "actor.learning_rate": _POSITIVE,
     "actor.warmup_steps": _NOT_NEGATIVE,
     "actor.weight_decay": _NOT_NEGATIVE,
@@ -236,12 +238,40 @@ def _check_division(run: _Candidate) -> None:
             "actor.logical_shards",
             f"a multiple of `actor.workers`={actor.workers}, or null for one part per worker",
         )
+    _check_layout(run)
     servers, most = run.config.generation.servers, most_servers(run.config)
     if has_servers(run.config) and servers < 1:
         raise run.error("generation.servers", "at least 1: completions are sampled, if only to evaluate")
     if most is not None and servers > most:
         raise run.error("generation.servers", f"at most as many servers as the {most} samples of a step")
     _check_backend(run)
+
+
+def _check_layout(run: _Candidate) -> None:
+    """Check that every part of the optimizer's state has the same number of workers, and what shards are not for."""
+    actor = run.config.actor
+    shards, replicas = actor.layout.shards, actor.layout.replicas
+    if actor.workers % shards:
+        raise run.error("actor.layout.shards", f"a divisor of `actor.workers`={actor.workers}")
+    if replicas is not None and replicas * shards != actor.workers:
+        raise run.error(
+            "actor.layout.replicas",
+            f"{actor.workers // shards} (`actor.workers`={actor.workers} / `actor.layout.shards`={shards}), or null",
+        )
+    if shards == 1:
+        return
+    if any(stage.moves_reference for stage in run.stages):
+        raise run.error("actor.layout.shards", "1, because a reference that moves is not cut")
+    if run.config.cluster.share_device == "offload":
+        raise run.error("actor.layout.shards", "1, because `cluster.share_device=offload` moves whole states")
+    if run.config.cluster.on:
+        raise run.error(
+            "actor.layout.shards", "1, because the hosts of `cluster.on` do not have the run folder"
+        )
+    begins_as_actor = any(stage.has_critic and stage.critic.path is None for stage in run.stages)
+    if begins_as_actor and actor.dtype != "float32":
+        what = f"a critic that begins as the actor needs `actor.dtype=float32`, got {actor.dtype}"
+        raise run.error("actor.layout.shards", f"1, or a `critic.path`: {what}")
 
 
 def _check_backend(run: _Candidate) -> None:

@@ -22,6 +22,7 @@ from kintsugi.dataplane.plan import TransferPlan, in_order
 from kintsugi.errors import StatesDiverged
 from kintsugi.graph.dfg import Graph
 from kintsugi.graph.mfc import Call, Per
+from kintsugi.model.seats import joined, seat_of
 from kintsugi.protocol.sample_transfer import Routes, Transfer
 from kintsugi.protocol.training import CallDone
 from kintsugi.samples.sharding import logical_shards, shards_of_rank
@@ -76,9 +77,11 @@ class GraphExecution:
         compute: Compute,
         keep_groups: bool = False,
         planner: Planner = lambda shards, ranks: in_order(len(ranks)),
+        boxes: int = 1,
     ) -> None:
         """`keep_groups`: a group's samples are compared with each other, so they stay on one worker. `planner` places
-        the shards once, for all calls."""
+        the shards once, for all calls. `boxes`: the number of parts into which the workers' state is cut."""
+        self._boxes = boxes
         self._graph, self._workers, self._compute = graph, workers, compute
         self._items = {item.key: item for item in items}
         self._shards = logical_shards(items, num_shards=num_shards, keep_groups=keep_groups)
@@ -105,8 +108,9 @@ class GraphExecution:
 
     @property
     def state_digest(self) -> str:
-        """Digest of the state that every rank has prepared."""
-        return next(iter(self.answers[self._last_training].values())).state_digest
+        """Digest of the state that all ranks together have prepared."""
+        answers = self.answers[self._last_training]
+        return joined({name: done.state_digest for name, done in answers.items()}, shards=self._boxes)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -201,7 +205,14 @@ class GraphExecution:
         return None
 
     def _disagreement(self, call: str, answers: Mapping[str, CallDone]) -> str | None:
-        """Return the problem if workers ended in different states; a single deviating worker becomes the culprit."""
+        """Return the problem if workers with the same box ended in different states; a single deviating worker becomes
+        the culprit."""
+        by_box: dict[str, dict[str, CallDone]] = {}
+        for name, done in answers.items():
+            by_box.setdefault(seat_of(name, shards=self._boxes).box, {})[name] = done
+        return next((problem for same in by_box.values() if (problem := self._difference(call, same))), None)
+
+    def _difference(self, call: str, answers: Mapping[str, CallDone]) -> str | None:
         counts = Counter(done.state_digest for done in answers.values())
         if len(counts) == 1:
             return None

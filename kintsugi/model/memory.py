@@ -5,7 +5,8 @@ host's. The estimate is used by `kintsugi check`, before a run is started, and b
 must leave the ranks on its card what they will need.
 
 A rank holds, per trained parameter, 12 bytes of state (weights and two moments), 4 of gradient and, where it computes
-in bfloat16, 2 of weights to compute with; then what one micro-batch takes.
+in bfloat16, 2 of weights to compute with; then what one micro-batch takes. Of several shards it holds one part of the
+state, and always separate weights to compute with: 12 / shards + 4 + 2 (4 in float32).
 """
 
 from __future__ import annotations
@@ -98,9 +99,14 @@ class RunMemory(msgspec.Struct, frozen=True):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a rank's state, as it is copied, sent and saved."""
+        """Bytes of the whole state, as it is saved; a rank holds, copies and sends its part."""
         moving = 4 * self.num_actor if self.companions.moving_reference else 0
         return _STATE_BYTES * (self.num_actor + self.num_critic) + moving
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of the part of the state that one rank holds."""
+        return -(-self.state_bytes // self.config.actor.layout.shards)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -198,7 +204,7 @@ class RunMemory(msgspec.Struct, frozen=True):
 
     def _rank(self, process: str) -> ProcessMemory:
         kept = {
-            "snapshots": 2 * self.state_bytes + self._width * self.num_reference,
+            "snapshots": 2 * self.box_bytes + self._width * self.num_reference,
             "published": 2 * self._width * self.num_actor,
         }
         computed = self._trained() | self._frozen() | self._micro_batch()
@@ -224,10 +230,10 @@ class RunMemory(msgspec.Struct, frozen=True):
         # Sums of shards that wait for others, one per level of their tree; one model is trained at a time.
         waiting = (actor.num_shards // actor.workers).bit_length() - 1
         found = {
-            "state": self.state_bytes,
+            "state": self.box_bytes,
             "gradient": _GRADIENT_BYTES * (trained + waiting * max(self.num_actor, self.num_critic)),
         }
-        if self._width < 4:
+        if self._width < 4 or actor.layout.shards > 1:
             found["compute weights"] = self._width * trained
         return found
 

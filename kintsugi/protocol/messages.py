@@ -20,6 +20,7 @@ One module per link holds the structs. Nothing is pickled or evaluated; decoding
 | CommitStep                       | master → model       | Ok                 |
 | Publish                          | master → model       | Published          |
 | Save                             | master → model       | Saved              |
+| SavePiece                        | model → model        | PieceSaved         |
 | HashWeights                      | master → model       | WeightsHashed      |
 | LoadWeights                      | master → manager, manager → server | WeightsLoaded |
 | PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, Rollback, NotifyNormal | master → model | RankReady |
@@ -120,9 +121,11 @@ from kintsugi.protocol.training import (
     EvaluatePairs,
     HashWeights,
     PairsEvaluated,
+    PieceSaved,
     RunCall,
     Save,
     Saved,
+    SavePiece,
     StartStage,
     WeightsHashed,
 )
@@ -190,6 +193,8 @@ Body = (
     | WeightsLoaded
     | Save
     | Saved
+    | SavePiece
+    | PieceSaved
     | HashWeights
     | WeightsHashed
     | StartStage

@@ -110,6 +110,8 @@ class FetchState(MessageBody, frozen=True):
 
     step: int
     owner: str = ""
+    box: str = ""
+    """Part of the state that is asked for (`model.seats.Seat.box`); empty for all of it."""
 
 
 class StateFetched(MessageBody, frozen=True):
@@ -124,6 +126,8 @@ class StateFetched(MessageBody, frozen=True):
     critic_skipped: int = 0
     offer: BulkOffer | None = None
     """Offer of the pieces, by their indices in the manifest."""
+    box: str = ""
+    """Part of the state that it is (`model.seats.Seat.box`); empty for all of it."""
 
 
 class KeepState(MessageBody, frozen=True):

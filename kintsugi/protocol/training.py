@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from kintsugi.protocol.body import MessageBody
+from kintsugi.protocol.recovery import StateFetched
 from kintsugi.protocol.sample_transfer import Routes, Transfer
 from kintsugi.types import (
     LogicalShard,
+    Piece,
 )
 
 
@@ -91,6 +93,24 @@ class Saved(MessageBody, frozen=True):
     timing: dict[str, float] = {}
     """Seconds until the snapshot was written ("write"), until it was read back and renamed ("verify"), and for which
     training stood still ("stall"); and the size ("bytes")."""
+
+
+class SavePiece(MessageBody, frozen=True):
+    """The rank that writes a checkpoint asks another one to write its box of the same state, into the folder of the
+    checkpoint. The reply comes when the file is durable."""
+
+    folder: str
+    state: StateFetched
+    """Counters of the state and the box that is asked for; without pieces."""
+
+
+class PieceSaved(MessageBody, frozen=True):
+    """A file of a checkpoint that is being written, as it will be in the manifest."""
+
+    name: str
+    size: int
+    digest: str
+    pieces: tuple[Piece, ...]
 
 
 class HashWeights(MessageBody, frozen=True):

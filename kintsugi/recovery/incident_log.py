@@ -111,7 +111,13 @@ class IncidentLog:
             self.start_s = max(0.01, now - self.current.last_fault_at)
 
     def situation(
-        self, *, missing: tuple[str, ...], living: tuple[str, ...], replacements_fail: bool, step_s: float
+        self,
+        *,
+        missing: tuple[str, ...],
+        living: tuple[str, ...],
+        replacements_fail: bool,
+        step_s: float,
+        shards: int = 1,
     ) -> FaultSituation:
         """Return the situation from which a strategy is chosen."""
         current = self.current
@@ -127,6 +133,7 @@ class IncidentLog:
             replacements_fail=replacements_fail,
             start_s=self.start_s,
             step_s=step_s,
+            shards=shards,
         )
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from typing import ClassVar
 import msgspec
 
 from kintsugi.errors import StatesDiverged
+from kintsugi.model.seats import digest_of_box, joined, seat_of
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import (
     DeviceClean,
@@ -59,6 +60,15 @@ class RankSet(msgspec.Struct, frozen=True):
     """Stage that the next step belongs to."""
     flow: str = Flow.ROLLBACK
     """Flow of the framework. One that cannot roll back has every rank repaired from its snapshot instead."""
+    shards: int = 1
+    """Parts into which the state is cut; each rank holds one of them."""
+
+    def box_of(self, name: str) -> str:
+        return seat_of(name, shards=self.shards).box
+
+    def digest_of(self, name: str) -> str:
+        """Digest that a rank's part of the state has at that step; empty when not known."""
+        return digest_of_box(self.digest, seat_of(name, shards=self.shards))
 
 
 class RankOrders(msgspec.Struct, frozen=True):
@@ -167,9 +177,10 @@ class RankProtocol:
             self._enter(_ENDS[self.state], now)
             return self._order(ranks, now)
         without, self._without = self._without, set()
-        found = any(self.holds(name, ranks.step) for name in self._last_repaired - without)
-        if without and not found:
-            problem = f"no source has the state of step {ranks.step} for {', '.join(sorted(without))}"
+        found = {ranks.box_of(name) for name in self._last_repaired - without if self.holds(name, ranks.step)}
+        hopeless = sorted(name for name in without if ranks.box_of(name) not in found)
+        if hopeless:
+            problem = f"no source has the state of step {ranks.step} for {', '.join(hopeless)}"
             return RankOrders({}, problem, problem)
         self._repaired -= without
         return self._order(ranks, now)
@@ -195,18 +206,24 @@ class RankProtocol:
         """Verify before training continues that every rank is at the agreed step with the digest of its commit."""
         ready = {name: self._ready[name] for name in self.ranks}
         wrong = [name for name, answer in ready.items() if answer.step != ranks.step or answer.half_updated]
-        expected = ranks.digest if {answer.stage for answer in ready.values()} == {ranks.stage} else ""
-        digests = [answer.state_digest for answer in ready.values()]
-        expected = expected or max(digests, key=digests.count)
-        wrong += [name for name, answer in ready.items() if answer.state_digest != expected]
+        is_known = {answer.stage for answer in ready.values()} == {ranks.stage}
+        states = {name: answer.state_digest for name, answer in ready.items()}
+        likely = joined(states, shards=ranks.shards)
+        right = {
+            name: (ranks.digest_of(name) if is_known else "")
+            or digest_of_box(likely, seat_of(name, shards=ranks.shards))
+            for name in ready
+        }
+        wrong += [name for name, state in states.items() if state != right[name]]
         if not wrong:
             return None
+        expected = joined(right, shards=ranks.shards)
         held = ", ".join(
             f"{name} {answer.state_digest} of step {answer.step}" for name, answer in ready.items()
         )
         problem = f"expected every rank at state {expected} of step {ranks.step}, got {held}"
-        states = {name: answer.state_digest for name, answer in ready.items()}
-        divergence = StatesDiverged("recovery", states, expected) if len(set(digests)) > 1 else None
+        differ = len(set(states.values())) > ranks.shards
+        divergence = StatesDiverged("recovery", states, expected) if differ else None
         return RankOrders({}, problem, problem, tuple(dict.fromkeys(wrong)), divergence)
 
     def _is_complete(self, ranks: RankSet) -> bool:
@@ -249,9 +266,10 @@ class RankProtocol:
         for name in chosen:
             own = [source for source in ranks.sources.get(name, ()) if source.startswith("snapshot:")]
             rest = [source for source in ranks.sources.get(name, ()) if source not in own]
-            replicas = [other for other in holders if other != name]
+            box = ranks.box_of(name)
+            replicas = [other for other in holders if other != name and ranks.box_of(other) == box]
             sources = (*own, *replicas, *rest)
-            bodies[name] = Repair(ranks.step, sources, self._sequence, self._expected(ranks))
+            bodies[name] = Repair(ranks.step, sources, self._sequence, self._expected(ranks, name))
         return bodies
 
     def _rollback(self, ranks: RankSet) -> dict[str, Body]:
@@ -289,10 +307,10 @@ class RankProtocol:
         ready = self._ready.get(name)
         return ready is not None and ready.stage != "" and step in (ready.step, ready.prepared_step)
 
-    def _expected(self, ranks: RankSet) -> str:
+    def _expected(self, ranks: RankSet, name: str) -> str:
         """Return the digest that a repaired state must have; at the end of a stage the only copy may have begun the
         next."""
-        return "" if ranks.next_stage != ranks.stage else ranks.digest
+        return "" if ranks.next_stage != ranks.stage else ranks.digest_of(name)
 
     def _enter(self, event: RecoveryEvent, now: float) -> None:
         self.state = following(self.state, event)

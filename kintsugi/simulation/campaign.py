@@ -27,6 +27,7 @@ from kintsugi.config.schema import (
     DataSection,
     EvaluationSection,
     GenerationSection,
+    LayoutSection,
     RolloutSection,
     WarmupSection,
 )
@@ -128,13 +129,15 @@ def simulated_config(
     *,
     is_busy: bool = False,
     asynchrony: AsynchronySection = SYNCHRONOUS,
+    shards: int = 1,
 ) -> Config:
     """Return the configuration of a run of ten steps of eight samples on two hosts; more workers are spread over more
-    hosts.
+    hosts. `shards`: the parts into which the state is cut.
 
     A busy run evaluates in the middle of its main stage too, and saves more often.
     """
     ranks = max(2, min(num_workers // 3, 64))
+    ranks += -ranks % shards
     servers = max(2, min(num_workers // 3, 64 + num_workers // 100))
     rollouts = max(2, num_workers - ranks - servers)
     groups = max(4, rollouts // 16)
@@ -145,7 +148,7 @@ def simulated_config(
         data=DataSection(num_eval=2),
         eval=EvaluationSection(num_samples=2, every=3 if is_busy else 0),
         checkpoint=CheckpointSection(every=2 if is_busy else 4),
-        actor=ActorSection(workers=ranks, logical_shards=max(4, ranks)),
+        actor=ActorSection(workers=ranks, logical_shards=max(4, ranks), layout=LayoutSection(shards=shards)),
         rollout=RolloutSection(workers=rollouts),
         asynchrony=asynchrony,
         generation=GenerationSection(servers=servers),
@@ -184,8 +187,8 @@ def draw_plan(seed: int, layout: Sequence[ProcessPlan], *, num_steps: int) -> Si
 class Runner:
     """Runs seeds; the fault-free run of each shape is made once."""
 
-    def __init__(self, *, num_workers: int = 6) -> None:
-        self._num_workers = num_workers
+    def __init__(self, *, num_workers: int = 6, shards: int = 1) -> None:
+        self._num_workers, self._shards = num_workers, shards
         self._references: dict[RunShape, tuple[Config, Reference]] = {}
 
     def run(
@@ -200,7 +203,11 @@ class Runner:
         shape = shape_of(seed)
         if shape not in self._references:
             config = simulated_config(
-                self._num_workers, shape.variant, is_busy=shape.is_busy, asynchrony=shape.asynchrony
+                self._num_workers,
+                shape.variant,
+                is_busy=shape.is_busy,
+                asynchrony=shape.asynchrony,
+                shards=self._shards,
             )
             self._references[shape] = config, undisturbed(config, flow=shape.flow)
         config, reference = self._references[shape]
@@ -241,7 +248,8 @@ class Runner:
 
     def replay_command(self, seed: int) -> str:
         workers = f" --workers {self._num_workers}" if self._num_workers != 6 else ""
-        return f"kintsugi simulate --replay {seed}{workers} --trace"
+        shards = f" --shards {self._shards}" if self._shards != 1 else ""
+        return f"kintsugi simulate --replay {seed}{workers}{shards} --trace"
 
 
 def summary_of(seed: int, outcome: SimulationOutcome) -> str:
@@ -260,15 +268,16 @@ def summary_of(seed: int, outcome: SimulationOutcome) -> str:
 
 
 def run_campaign(
-    *, first: int, count: int, num_workers: int = 6, num_processes: int = 0
+    *, first: int, count: int, num_workers: int = 6, num_processes: int = 0, shards: int = 1
 ) -> dict[str, object]:
     """Run seeds over several processes and return the report."""
     num_processes = min(num_processes or os.cpu_count() or 1, max(1, count))
     since = time.monotonic()
     if num_processes == 1:
-        parts = [Runner(num_workers=num_workers).run_all(first, count)]
+        parts = [Runner(num_workers=num_workers, shards=shards).run_all(first, count)]
     else:
-        parts = _run_parts(first, count, num_workers=num_workers, num_processes=num_processes)
+        sizes = [str(num_workers), str(shards)]
+        parts = _run_parts(first, count, sizes=sizes, num_processes=num_processes)
     wall_s = time.monotonic() - since
     total, coverage = CampaignFigures(), Coverage()
     for part in parts:
@@ -290,12 +299,15 @@ def run_campaign(
         "virtual_s": total.virtual_s,
         "wall_s": wall_s,
         "processes": num_processes,
-        "simulated_processes": len(SimulatedCluster(simulated_config(num_workers), seed=0).layout) + 1,
+        "simulated_processes": len(
+            SimulatedCluster(simulated_config(num_workers, shards=shards), seed=0).layout
+        )
+        + 1,
         "coverage": coverage.report(),
     }
 
 
-def _run_parts(first: int, count: int, *, num_workers: int, num_processes: int) -> list[CampaignFigures]:
+def _run_parts(first: int, count: int, *, sizes: list[str], num_processes: int) -> list[CampaignFigures]:
     """Run one process per part. Seeds take turns, so that no part has only the slow ones."""
     with tempfile.TemporaryDirectory() as folder:
         share, rest = divmod(count, num_processes)
@@ -303,7 +315,7 @@ def _run_parts(first: int, count: int, *, num_workers: int, num_processes: int) 
         for number in range(num_processes):
             size = share + (number < rest)
             path = Path(folder) / f"{number}.json"
-            arguments = [str(begin), str(size), str(num_workers), str(path)]
+            arguments = [str(begin), str(size), *sizes, str(path)]
             child = SystemProcesses().spawn(
                 [sys.executable, "-P", "-m", "kintsugi.simulation.campaign", *arguments]
             )
@@ -320,9 +332,10 @@ def _run_parts(first: int, count: int, *, num_workers: int, num_processes: int) 
 
 
 def main(arguments: list[str]) -> int:
-    """Run a part. Arguments: first seed, number of seeds, workers, file for the results."""
-    first, count, num_workers, path = arguments
-    figures = Runner(num_workers=int(num_workers)).run_all(int(first), int(count))
+    """Run a part. Arguments: first seed, number of seeds, workers, shards, file for the results."""
+    first, count, num_workers, shards, path = arguments
+    runner = Runner(num_workers=int(num_workers), shards=int(shards))
+    figures = runner.run_all(int(first), int(count))
     Path(path).write_bytes(msgspec.json.encode(figures))
     return 0
 

@@ -22,8 +22,7 @@ from kintsugi.simulation.invariants import Invariants, Reference
 from kintsugi.simulation.master import JOURNAL, LARGE, NewMaster, SimulatedMaster, described
 from kintsugi.simulation.memory_disk import MemoryDisk
 from kintsugi.simulation.network import SimulatedNetwork, SimulatedProcess
-from kintsugi.simulation.ranks import HostMemory, Rendezvous, SimulatedRank
-from kintsugi.simulation.replay_adapter import ReplaySnapshot
+from kintsugi.simulation.ranks import Checkpoints, HostMemory, Rendezvous, SimulatedRank
 from kintsugi.simulation.workers import SimulatedManager, SimulatedRollout, SimulatedServer, SimulatedWorker
 from kintsugi.simulation.world import World
 from kintsugi.types import Peer, Role, process_id, ticket_of
@@ -86,7 +85,8 @@ class SimulatedCluster:
         self.network = SimulatedNetwork(self.world, is_large=len(self.layout) > LARGE)
         self.disk = MemoryDisk()
         self.disk.mkdir(JOURNAL.parent)
-        self.checkpoints: dict[str, ReplaySnapshot] = {}
+        self.checkpoints: Checkpoints = {}
+        unfinished: Checkpoints = {}
         self.requests: dict[str, int] = {}
         """Requests of users in the run folder: request → number of servers."""
         self._num_requests = 0
@@ -97,7 +97,9 @@ class SimulatedCluster:
         self._num_born = self._num_masters = self._num_sessions = 0
         self._agents: dict[str, int] = {}
         self.hosts: dict[str, SimulatedHost] = {
-            plan.host: SimulatedHost(plan.host, memory=HostMemory(self.checkpoints), spawn=self._spawn)
+            plan.host: SimulatedHost(
+                plan.host, memory=HostMemory(self.checkpoints, unfinished), spawn=self._spawn
+            )
             for plan in self.layout
             if plan.role is Role.AGENT
         }
@@ -106,7 +108,7 @@ class SimulatedCluster:
             coverage=coverage or Coverage(),
             touched=self._is_touched,
             survives=self._survives,
-            is_saved=lambda step: any(saved.step == step for saved in self.checkpoints.values()),
+            is_saved=lambda step: step in self._saved_steps().values(),
             max_staleness=config.asynchrony.max_staleness,
         )
         self.injector = SimulatedInjector(self, plan or SimulatedFaultPlan([]))
@@ -205,19 +207,24 @@ class SimulatedCluster:
         return None
 
     def _survives(self, step: int) -> str:
-        """Return a holder of the state of a step: a live rank, or the memory of a host."""
+        """Return the holders of the state of a step, of each of its boxes: live ranks, or the memory of hosts. Empty if
+        one of the boxes has no holder."""
+        holders: dict[str, str] = {}
         for host in self.hosts.values():
             for child in host.children.values():
-                if (
-                    isinstance(child, SimulatedRank)
-                    and not child.stopped
-                    and child.adapter.committed.step == step
-                ):
-                    return child.name
+                if isinstance(child, SimulatedRank) and not child.stopped:
+                    committed = child.adapter.committed
+                    if committed.step == step:
+                        holders.setdefault(committed.box, child.name)
             for owner, kept in host.memory.snapshots.items():
-                if any(snapshot.step == step for snapshot in kept):
-                    return f"{host.name} (snapshot of {owner})"
-        return ""
+                for snapshot in kept:
+                    if snapshot.step == step:
+                        holders.setdefault(snapshot.box, f"{host.name} (snapshot of {owner})")
+        return ", ".join(holders.values()) if len(holders) == self.config.actor.layout.shards else ""
+
+    def _saved_steps(self) -> dict[str, int]:
+        """Path of each checkpoint → its step."""
+        return {path: next(iter(boxes.values())).step for path, boxes in self.checkpoints.items()}
 
     # Starts.
 
@@ -327,7 +334,7 @@ class SimulatedCluster:
         step, path = 0, None
         if resumed:
             reached = master.master.state.step
-            there = {path: saved.step for path, saved in self.checkpoints.items() if saved.step <= reached}
+            there = {path: saved for path, saved in self._saved_steps().items() if saved <= reached}
             path = max(there, key=there.__getitem__, default=None)
             step = there[path] if path is not None else 0
         began = Began(
@@ -394,7 +401,16 @@ class SimulatedCluster:
 
     def _new_rank(self, *arguments: object, **names: object) -> SimulatedRank:
         memory = self.hosts[str(names["host"])].memory
-        return SimulatedRank(*arguments, rendezvous=self._rendezvous, memory=memory, flow=self._flow, **names)
+        actor = self.config.actor
+        return SimulatedRank(
+            *arguments,
+            rendezvous=self._rendezvous,
+            memory=memory,
+            flow=self._flow,
+            num_ranks=actor.workers,
+            shards=actor.layout.shards,
+            **names,
+        )
 
 
 def undisturbed(config: Config, *, flow: Flow = Flow.ROLLBACK, num_rows: int = 1000) -> Reference:

@@ -153,7 +153,7 @@ class SimulatedAgent(SimulatedWorker):
                 self.endpoint.reply(delivery, Ok())
             case FetchState():
                 kept = self.home.memory.replicas.get(body.owner)
-                if kept is not None and kept.step == body.step:
+                if kept is not None and (kept.step, kept.box) == (body.step, body.box):
                     self.endpoint.reply(delivery, state_message(kept))
                 else:
                     self.endpoint.fail(delivery, "RefusedError", f"no copy of step {body.step}")

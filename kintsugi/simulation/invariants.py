@@ -68,6 +68,8 @@ class Invariants:
         self.step = 0
         self.num_rollbacks = 0
         self._num_committed = 0
+        self._begins_again = False
+        """Whether all steps were undone since the last one was committed: ranks that still have a part of them go."""
         self.facts: list[Fact] = []
         self._reference, self._coverage = reference, coverage
         self._touched, self._survives, self._is_saved = touched, survives, is_saved
@@ -218,6 +220,7 @@ class Invariants:
             self.violated(f"step {fact.step} is committed after step {self.step}")
         self.step = fact.step
         self._num_committed += 1
+        self._begins_again = False
         for ticket in self.found.batches.get(fact.step, ()):
             if ticket in self._trained:
                 self.violated(f"{ticket} is trained in step {fact.step} and was in {self._trained[ticket]}")
@@ -234,6 +237,7 @@ class Invariants:
         holder = self._survives(self.step) if fact.step < self.step else ""
         if holder and not fact.reason.startswith("resumed"):
             self.violated(f"rolled back to step {fact.step} though {holder} holds step {self.step}")
+        self._begins_again = fact.step == 0
         self._return_to(fact.step)
 
     def _return_to(self, step: int) -> None:
@@ -245,6 +249,8 @@ class Invariants:
             self.violated(f"{fact.process} {fact.incarnation} left though it was needed")
         if fact.fault.kind == "HostLost" and self._host_was_hit:
             return  # With its agent a process is lost, also one that was to start there and never did.
+        if self._begins_again and role_of(fact.process) is Role.MODEL:
+            return  # A rank of a state of which another part is lost.
         if fact.fault.kind not in ("Stopped", RETIRED) and not self._touched(fact.process):
             self.violated(
                 f"{fact.process} {fact.incarnation}, which no fault hit, was given up: {fact.fault.message}"

@@ -15,6 +15,7 @@ from collections import deque
 from typing import Any
 
 from kintsugi.errors import Fault, GroupBroken, KintsugiError, RefusedError
+from kintsugi.model.seats import Seat, seat_of
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import (
@@ -32,9 +33,11 @@ from kintsugi.protocol.training import (
     EvaluatePairs,
     HashWeights,
     PairsEvaluated,
+    PieceSaved,
     RunCall,
     Save,
     Saved,
+    SavePiece,
     StartStage,
     WeightsHashed,
 )
@@ -44,7 +47,7 @@ from kintsugi.recovery.step_calls import StepCalls
 from kintsugi.simulation.replay_adapter import ReplayAdapter, ReplaySnapshot, Snapshots
 from kintsugi.simulation.workers import FETCH_DEADLINE_S, SimulatedWorker, drawn_digest
 from kintsugi.transport.rpc import Delivery
-from kintsugi.types import StreamSource, WeightManifest
+from kintsugi.types import Role, StreamSource, WeightManifest, process_id
 
 Place = tuple[object, ...]
 
@@ -58,18 +61,24 @@ def state_message(state: ReplaySnapshot) -> StateFetched:
     """Return a state as a message; its numbers are where a real rank names the bulk frames that follow."""
     numbers = ",".join(map(str, state.vector))
     manifest = WeightManifest(state.step, state.step, (), 0, f"{state.digest} {numbers}")
-    return StateFetched(manifest, state.stage, 0, 0)
+    return StateFetched(manifest, state.stage, 0, 0, box=state.box)
 
 
 def state_of(message: StateFetched) -> ReplaySnapshot:
     digest, _, numbers = message.manifest.digest.partition(" ")
     vector = tuple(int(number) for number in numbers.split(","))
-    return ReplaySnapshot(message.manifest.step, message.stage, vector, digest, committed=True)
+    return ReplaySnapshot(
+        message.manifest.step, message.stage, vector, digest, committed=True, box=message.box
+    )
 
 
 def weights_digest(state: ReplaySnapshot) -> str:
     """Return the digest of the weights alone: a new optimizer does not change them."""
     return ",".join(map(str, state.vector[:2]))
+
+
+Checkpoints = dict[str, dict[str, ReplaySnapshot]]
+"""Path → box → its state."""
 
 
 class NotYet(Exception):
@@ -98,9 +107,11 @@ class HostMemory:
     """Memory that survives the ranks of a host: snapshots that its agent holds, replicas for other hosts, and the
     disk."""
 
-    def __init__(self, checkpoints: dict[str, ReplaySnapshot]) -> None:
+    def __init__(self, checkpoints: Checkpoints, unfinished: Checkpoints) -> None:
         self.checkpoints = checkpoints
         """Checkpoints by path; all hosts share them."""
+        self.unfinished = unfinished
+        """Boxes that ranks have written for checkpoints that are being saved, by the name of the save."""
         self.snapshots: Snapshots = {}
         self.replicas: dict[str, ReplaySnapshot] = {}
         """Rank of another host → the latest state that it sent."""
@@ -110,12 +121,26 @@ class SimulatedRank(SimulatedWorker):
     """One model worker. While a call or an operation waits, requests wait too, unless recovery interrupts."""
 
     def __init__(
-        self, *arguments: Any, rendezvous: Rendezvous, memory: HostMemory, flow: Flow, **names: Any
+        self,
+        *arguments: Any,
+        rendezvous: Rendezvous,
+        memory: HostMemory,
+        flow: Flow,
+        num_ranks: int,
+        shards: int,
+        **names: Any,
     ) -> None:
         super().__init__(*arguments, **names)
         self._rendezvous, self._memory = rendezvous, memory
+        self._ranks = [process_id(Role.MODEL, index) for index in range(num_ranks)]
+        self.seat, self._shards = seat_of(self.name, shards=shards), shards
         self.adapter = ReplayAdapter(
-            self.name, memory.snapshots, flow=flow, fetch=self._fetch, probe=self._probe
+            self.name,
+            memory.snapshots,
+            flow=flow,
+            fetch=self._fetch,
+            probe=self._probe,
+            box=self.seat.box,
         )
         self.processor = Processor(self.adapter)
         self.capabilities = {"store": self.address, "flow": flow.value}
@@ -132,6 +157,7 @@ class SimulatedRank(SimulatedWorker):
         """Sample key → its contents; of the current step, once all of this rank's share have arrived."""
         self._published = -1
         self._awaiting_save: list[Delivery] = []
+        self._num_saves = 0
         self._attempt = 0
         """Number of the current attempt: an answer to an earlier one comes too late."""
 
@@ -144,6 +170,8 @@ class SimulatedRank(SimulatedWorker):
             self.endpoint.reply(delivery, self._standing())
         elif isinstance(body, Save):
             self._begin_save(delivery, body)
+        elif isinstance(body, SavePiece):
+            self._begin_box(delivery, body)
         elif isinstance(body, RunCall) and self._step_calls.is_done(body.step, body.call):
             self._answer_again(delivery, body)
         elif self._busy is None and not self._is_early(body):
@@ -276,7 +304,9 @@ class SimulatedRank(SimulatedWorker):
             else:
                 why = f"version {body.version} is not published here, {self._published} is"
                 self.endpoint.fail(delivery, "RefusedError", why)
-        elif state.step == body.step and state.stage and self._has_committed_state():
+        elif (
+            state.step == body.step and state.box == body.box and state.stage and self._has_committed_state()
+        ):
             self.endpoint.reply(delivery, state_message(state))
         else:
             self.endpoint.fail(delivery, "RefusedError", f"stands at step {state.step}, not at {body.step}")
@@ -414,10 +444,64 @@ class SimulatedRank(SimulatedWorker):
             self.endpoint.fail(delivery, "RefusedError", why)
             return
         delay_s = self.world.random.uniform(0.05, LONGEST_SAVE_S)
-        self.after(delay_s, self._saved, state, f"{request.folder}/step-{state.step}")
+        path = f"{request.folder}/step-{state.step}"
+        if self._shards == 1:
+            self.after(delay_s, self._saved, state, path, {})
+            return
+        self._num_saves += 1
+        name = f"{path} by {self.name} {self.incarnation} {self._num_saves}"
+        boxes = self._memory.unfinished[name] = {}
+        for shard in range(self._shards):
+            if shard != self.seat.shard:
+                seat = Seat(shard, self._shards)
+                others = [rank for rank in self._ranks if seat_of(rank, shards=self._shards) == seat]
+                self.after(delay_s, self._ask_box, others, state, path, name)
+        self.after(delay_s, self._saved, state, path, boxes)
 
-    def _saved(self, state: ReplaySnapshot, path: str) -> None:
-        self._memory.checkpoints[path] = state
+    def _ask_box(self, others: list[str], state: ReplaySnapshot, path: str, name: str) -> None:
+        """Ask the first of these ranks to write its box, and the next one if it does not."""
+        if not self._awaiting_save:
+            return
+        if not others:
+            why = f"no rank has written a box of step {state.step}"
+            waiting, self._awaiting_save = self._awaiting_save, []
+            for delivery in waiting:
+                self.endpoint.fail(delivery, "RefusedError", why)
+            return
+
+        def answered(answer: Body | None, fault: Fault | None) -> None:
+            if isinstance(answer, PieceSaved):
+                self._saved(state, path, self._memory.unfinished[name])
+            else:
+                self._ask_box(others[1:], state, path, name)
+
+        manifest = WeightManifest(state.step, state.step, (), 0, state.digest)
+        body = SavePiece(name, StateFetched(manifest, state.stage, 0, 0))
+        self.endpoint.request(others[0], body, deadline_s=FETCH_DEADLINE_S, on_done=answered)
+
+    def _begin_box(self, delivery: Delivery, request: SavePiece) -> None:
+        """Write the own box for another rank's save, unless the state of that step is not here, or not any more."""
+        step, standing = request.state.manifest.step, self.adapter.standing()
+        if standing.prepared_step == step and not standing.half_updated:
+            self.adapter.commit(step)  # A step that is not committed is never saved.
+        state = self.adapter.committed
+        if (state.step, state.stage) != (step, request.state.stage) or not self._has_committed_state():
+            self.endpoint.fail(delivery, "RefusedError", f"stands at step {state.step}, not at {step}")
+            return
+        delay_s = self.world.random.uniform(0.01, LONGEST_SAVE_S)
+        self.after(delay_s, self._write_box, delivery, request.folder, state)
+
+    def _write_box(self, delivery: Delivery, name: str, state: ReplaySnapshot) -> None:
+        self._memory.unfinished[name][state.box] = state
+        self.endpoint.reply(delivery, PieceSaved(state.box, 0, state.digest, ()))
+
+    def _saved(self, state: ReplaySnapshot, path: str, others: dict[str, ReplaySnapshot]) -> None:
+        """Put a checkpoint in place, once all its boxes are written."""
+        boxes = {**others, state.box: state}
+        if len(boxes) < self._shards or not self._awaiting_save:
+            return
+        assert {(box.step, box.stage) for box in boxes.values()} == {(state.step, state.stage)}
+        self._memory.checkpoints[path] = boxes
         waiting, self._awaiting_save = self._awaiting_save, []
         for delivery in waiting:
             self.endpoint.reply(delivery, Saved(state.step, path, state.digest))
@@ -477,7 +561,8 @@ class SimulatedRank(SimulatedWorker):
     def _fetch(self, source: str, step: int) -> ReplaySnapshot:
         """Request a state from a replica, another host's agent or the disk; the answer is kept until it is requested
         again."""
-        found = self._found.get((source, step)) or self._memory.checkpoints.get(source)
+        saved = self._memory.checkpoints.get(source, {}).get(self.seat.box)
+        found = self._found.get((source, step)) or saved
         if isinstance(found, Fault):
             raise RefusedError(found.message, cause=found)
         if found is not None:
@@ -492,7 +577,7 @@ class SimulatedRank(SimulatedWorker):
                 self._found[source, step] = fault
             self._again(attempt)
 
-        body = FetchState(step, owner=self.name)
+        body = FetchState(step, owner=self.name, box=self.seat.box)
         self.world.after(0.0, self.enter, self._ask_state, (source, body, fetched))
         raise NotYet
 

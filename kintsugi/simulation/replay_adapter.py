@@ -22,6 +22,9 @@ from kintsugi.recovery.rank import SNAPSHOT_PREFIX, Flow
 
 WIDTH = 4
 """Numbers in the vector: enough to be interrupted between two of them."""
+SHARED = 2
+"""Numbers at its beginning that ranks with different boxes have in common, as they have the gathered weights; the rest
+is of the box."""
 _MODULUS = (1 << 61) - 1
 _FACTOR = 6364136223846793005 % _MODULUS
 
@@ -36,6 +39,8 @@ class ReplaySnapshot(NamedTuple):
     vector: Vector
     digest: str
     committed: bool
+    box: str = ""
+    """Part of the state that it is; empty for all of it."""
 
 
 Snapshots = dict[str, tuple[ReplaySnapshot, ...]]
@@ -65,9 +70,11 @@ class ReplayAdapter:
         flow: Flow = Flow.RESTORE,
         fetch: Fetch = _fetch_nothing,
         probe: Callable[[RebuildGroup], None] = _ignore,
+        box: str = "",
     ) -> None:
-        """`snapshots` survives the process. `probe` is the collective that tests a new group."""
-        self.process = process
+        """`snapshots` survives the process. `probe` is the collective that tests a new group. `box`: the part of the
+        state that this rank holds."""
+        self.process, self.box = process, box
         self._snapshots = snapshots
         self._flow = flow
         self._fetch = fetch
@@ -80,7 +87,7 @@ class ReplayAdapter:
         self._prepared: ReplaySnapshot | None = None
         self._half_updated = False
         self._between_calls = False
-        self._committed = ReplaySnapshot(0, "", self._vector, digest_of(0, "", self._vector), committed=True)
+        self._committed = self._snapshot(0, "", committed=True)
 
     @property
     def flow(self) -> Flow:
@@ -121,10 +128,7 @@ class ReplayAdapter:
         if self._prepared is not None or self._half_updated:
             raise RefusedError(f"stage {stage!r} cannot start on top of a step that is not committed")
         self._stage = stage
-        step = self._committed.step
-        self._keep(
-            ReplaySnapshot(step, stage, self._vector, digest_of(step, stage, self._vector), committed=True)
-        )
+        self._keep(self._snapshot(self._committed.step, stage, committed=True))
 
     def train(
         self, step: int, keys: Iterable[str], *, prepares: bool = True, interrupted: bool = False
@@ -136,6 +140,8 @@ class ReplayAdapter:
         assert self._device_is_set, "no step runs on a device that was reset"
         content = f"{step}|{self._stage}|{','.join(sorted(keys))}".encode()
         change = hashlib.blake2b(content, digest_size=8 * WIDTH).digest()
+        own = hashlib.blake2b(content + self.box.encode(), digest_size=8 * WIDTH).digest()
+        change = change[: 8 * SHARED] + own[8 * SHARED :]
         moved = [
             (number * _FACTOR + int.from_bytes(change[8 * index : 8 * index + 8], "little")) % _MODULUS
             for index, number in enumerate(self._vector)
@@ -148,9 +154,7 @@ class ReplayAdapter:
         self._half_updated = self._between_calls = not prepares
         if not prepares:
             return ""
-        prepared = ReplaySnapshot(
-            step, self._stage, self._vector, digest_of(step, self._stage, self._vector), committed=False
-        )
+        prepared = self._snapshot(step, self._stage, committed=False)
         self._prepared = prepared
         self._snapshots[self.process] = (self._committed, prepared)
         return prepared.digest
@@ -194,7 +198,9 @@ class ReplayAdapter:
 
     def repair(self, step: int, *, source: str, digest: str) -> None:
         found = self._find(step, source=source, digest=digest)
-        actual = digest_of(found.step, found.stage, found.vector)
+        if found.box != self.box:
+            raise IntegrityError(f"expected box {self.box!r} of the state from {source}, got {found.box!r}")
+        actual = digest_of(found.step, found.stage, found.vector, box=found.box)
         if found.step != step or actual != (digest or found.digest):
             raise IntegrityError(
                 f"expected step {step} with digest {digest or found.digest} from {source}, "
@@ -223,6 +229,10 @@ class ReplayAdapter:
         steps = ", ".join(str(snapshot.step) for snapshot in held) or "none"
         raise RefusedError(f"{source} has no snapshot of step {step}; there are: {steps}")
 
+    def _snapshot(self, step: int, stage: str, *, committed: bool) -> ReplaySnapshot:
+        digest = digest_of(step, stage, self._vector, box=self.box)
+        return ReplaySnapshot(step, stage, self._vector, digest, committed, self.box)
+
     def _keep(self, snapshot: ReplaySnapshot) -> None:
         """Make this the committed state; later states are dropped, or a repair could use them by mistake."""
         self._committed = snapshot._replace(committed=True)
@@ -237,6 +247,6 @@ class ReplayAdapter:
         self._half_updated, self._between_calls = True, False
 
 
-def digest_of(step: int, stage: str, vector: Vector) -> str:
-    """Return the digest of a state. `digest_of(0, "", (0, 0, 0, 0))` is that of every fresh rank."""
-    return hashlib.blake2b(repr((step, stage, vector)).encode(), digest_size=8).hexdigest()
+def digest_of(step: int, stage: str, vector: Vector, *, box: str = "") -> str:
+    """Return the digest of a state. `digest_of(0, "", (0, 0, 0, 0))` is that of every fresh rank that has all of it."""
+    return hashlib.blake2b((repr((step, stage, vector)) + box).encode(), digest_size=8).hexdigest()

@@ -173,7 +173,10 @@ class TrainingCalls(ABC):
                 _check_whole(totals[0], call)
                 state.begin_update(check=self._check)
             with result.timed("optimizer"):
-                updates.append(NOT_UPDATED if waits else state.update(total.gradient, part=objective.part))
+                update = (
+                    NOT_UPDATED if waits else state.update(total.gradient, part=objective.part, group=group)
+                )
+                updates.append(update)
         if call.prepares:
             state.end_update(call.step)
             COUNTERS.add("steps")

@@ -101,16 +101,17 @@ def _rows(shape: tuple[int, ...], *, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, shape[0])
 
 
-def choose_agent(*, rank: int, host: str, others: Sequence[Peer], agents: Sequence[Peer]) -> Peer | None:
+def choose_agent(*, is_first: bool, host: str, others: Sequence[Peer], agents: Sequence[Peer]) -> Peer | None:
     """Choose the agent to which a rank on `host` sends its state; None if no copy is needed or no agent qualifies.
 
-    No copy is needed while another rank runs on another host, because that rank holds the same state. Of the ranks of
-    one host only rank 0 sends.
+    `others` are the other ranks with the same state, or box of it. No copy is needed while one of them runs on another
+    host. Of the ranks of one host only the first one sends.
 
-    >>> choose_agent(rank=0, host="host-0", others=[], agents=[Peer("agent-1", "0", "host-1", "", b"")]).process
+    >>> agent = Peer("agent-1", "0", "host-1", "", b"")
+    >>> choose_agent(is_first=True, host="host-0", others=[], agents=[agent]).process
     'agent-1'
     """
-    if rank != 0 or any(other.host != host for other in others):
+    if not is_first or any(other.host != host for other in others):
         return None
     elsewhere = (agent for agent in agents if agent.host != host)
     return min(elsewhere, key=lambda agent: agent.process, default=None)
@@ -127,6 +128,8 @@ class StateCopy:
     """Wait until the slot is completely written, then return its header."""
     hold: SlotHold
     """Keeps the slot as it is until it is released, or taken away for a later step."""
+    box: str = ""
+    """Which part of the state it is; empty for all of it."""
 
 
 class PeerReplica:
@@ -222,7 +225,7 @@ class PeerReplica:
         manifest = describe_state(copy.tensors, step=copy.counters.step)
         offer = self._server.offer(EXPORT, state_export(manifest, copy.tensors))
         try:
-            state = msgspec.structs.replace(state_fetched(manifest, copy.counters), offer=offer)
+            state = msgspec.structs.replace(state_fetched(manifest, copy.counters, box=copy.box), offer=offer)
             _await(self._send(agent, KeepState(self._process, state)), copy.hold, agent=agent)
         finally:
             self._server.withdraw(EXPORT)  # Nothing is sent from the slot any more when it is released.

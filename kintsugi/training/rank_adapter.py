@@ -56,6 +56,8 @@ class RankAdapter(ABC):
         self._group: Group | None = None
         self._latest_group_id = 0
         """Highest group number that this rank has received, also where joining that group failed."""
+        self._gathered_in = 0, False
+        """Latest group in which the weights of a box were completed, and whether again before its first call."""
 
     @property
     def rank(self) -> int:
@@ -153,6 +155,26 @@ class RankAdapter(ABC):
     @abstractmethod
     def rollback(self, step: int) -> None:
         """Return to the committed state of `step`; a prepared one is adopted."""
+
+    def gather(self) -> None:
+        """Complete the weights of a box from the other ranks, once per generation. A collective."""
+        if self._group is not None and self._gathered_in[0] < self._group.group_id:
+            self._state.gather(self._group)
+            self._gathered_in = self._group.group_id, False
+
+    def complete(self) -> None:
+        """Gather the weights again before the first call of a generation: if some of its ranks had begun a stage and
+        others had not, the critic of the former was gathered before the latter filled theirs. A collective, once per
+        generation on every rank."""
+        group = self._group
+        if (
+            group is None
+            or self._state.companions.critic is None
+            or self._gathered_in == (group.group_id, True)
+        ):
+            return
+        self._state.gather(group)
+        self._gathered_in = group.group_id, True
 
     def leave(self) -> None:
         """Leave and close the current group, if any."""

@@ -5,6 +5,9 @@ Weights, optimizer moments and counters are one flat array (`layout.py`). A step
 `begin_update` and `end_update` the state is neither, which `half_updated` shows. The committed and the prepared step
 are also copied out of this process (`snapshots.py`) for a replacement to find.
 
+With several shards the rank holds, updates, copies and restores its box of them (`boxes.py`), and computes with all
+weights, which are gathered from the ranks.
+
 A framework derives from `RankState` what computes: the arrays' memory, the models that read the weights, and the
 optimizer (`state.py` for PyTorch, `mindspore/state.py` for MindSpore).
 """
@@ -26,7 +29,10 @@ from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.arrays import Array, copied, dtype_name
 from kintsugi.model.plan import Companions
+from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import DTYPES
+from kintsugi.training.boxes import Box
+from kintsugi.training.group import Group
 from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart, reference_by_name
 from kintsugi.training.peer_replication import StateCopy
 from kintsugi.training.snapshots import (
@@ -55,7 +61,7 @@ class Update:
 
 
 class RankState(ABC):
-    """A rank's replica of the trained models and their optimizers."""
+    """A rank's replica, or its box, of the trained models and their optimizers."""
 
     gradient: Any
     """Flat gradient of all trained models."""
@@ -69,21 +75,26 @@ class RankState(ABC):
         companions: Companions,
         process: str,
         segments: SnapshotSegments | None,
+        seat: Seat = WHOLE,
     ) -> None:
-        """`live` holds the state. Snapshots are stored under the name of `process` in the host's `segments`, or in
-        private memory."""
+        """`live` holds the state, or the box of it that `seat` names. Snapshots are stored under the name of `process`
+        in the host's `segments`, or in private memory."""
         self.config = config
         self.companions = companions
         self._layout = layout
+        self._box = box = Box(layout, seat)
         self._live: Any = live
-        self._weights, self._moments = layout.weights(live), layout.moments(live)
+        self._weights, self._moments = box.weights(live), box.moments(live)
         self._process = process
         self._segments = segments
         self._snapshots = Snapshots(process, size=live.nbytes, segments=segments)
-        self._copies = StateSnapshots(live, snapshots=self._snapshots)
+        self._copies = StateSnapshots(live, snapshots=self._snapshots, box=seat.box)
         self._counters = self._committed = CopyCounters()
         self._committed_digest = self._prepared_digest = ""
         self._updating = self._between_calls = False
+        self._is_gathered = True
+        """Whether the weights in the compute type are those of the live state; not after another state was loaded into
+        a box, until they are gathered from the ranks."""
         self._stage: Stage | None = None
         self._reference: Any = None
         """Weights of the stage's frozen reference, in the compute dtype; None if it has none."""
@@ -125,6 +136,25 @@ class RankState(ABC):
     def _change(self, before: Any, after: Any) -> Any:
         """Norm of the difference, relative to the norm of `before`."""
 
+    def _take_initial(self, fill: Callable[[Mapping[str, Any]], None]) -> None:
+        fill(self._layout.actor.views(self._weights))
+
+    def _actor_weights(self) -> dict[str, Any]:
+        """The actor's weights by name, from which a stage's critic and reference may begin."""
+        return self._layout.actor.views(self._weights)
+
+    def _fill_critic(self, weights: Mapping[str, Any]) -> None:
+        """Set the critic's initial weights."""
+        self._layout.parts[CRITIC].fill(self._weights, weights)
+
+    def _complete_update(self, part: str, *, before: Any, group: Group | None) -> Any:
+        """Return the relative change of a model, once its weights on this rank are complete."""
+        return self._change(before, self._some_weights(part))
+
+    def _whole_by_name(self, reference: Any) -> dict[str, Any]:
+        """Arrays with names, dtypes and shapes of the whole state, of which this rank may hold a box."""
+        return self._by_name(self._live, reference)
+
     @abstractmethod
     def _new_reference(self) -> Any:
         """Memory for the weights of a frozen reference."""
@@ -156,9 +186,19 @@ class RankState(ABC):
         """Let `fill` write the actor's initial weights, by name; everything else becomes zero."""
         assert self.is_fresh, f"the state of step {self.committed_step} would be lost"
         self._live[...] = 0
-        fill(self._layout.actor.views(self._weights))
+        self._take_initial(fill)
         self._committed_digest = ""
         self._weights_changed(reference=None)
+
+    @property
+    def seat(self) -> Seat:
+        """Which box of the state this rank holds."""
+        return self._box.seat
+
+    def gather(self, group: Group) -> None:
+        """Complete the weights in the compute type from the boxes of all ranks. A collective; does nothing where every
+        rank holds the whole state."""
+        assert self._box.is_whole, "a framework that cuts its state gathers it"
 
     @property
     def committed_step(self) -> int:
@@ -234,12 +274,14 @@ class RankState(ABC):
             raise RefusedError(
                 f"stage {stage.name!r} begins at step {stage.first_step}, this rank stands at {self.committed_step}"
             )
-        critic, reference = self._companions_of(stage, actor=self._layout.actor.views(self._weights))
+        if not self._is_gathered:
+            raise RefusedError(f"stage {stage.name!r} cannot start before the weights have been gathered")
+        critic, reference = self._companions_of(stage, actor=self._actor_weights())
         self._stage = stage
         self._copies.settle()
         self._moments[...] = 0
         if critic is not None:
-            self._layout.parts[CRITIC].fill(self._weights, critic)
+            self._fill_critic(critic)
         if self._layout.has_reference:
             self._layout.actor.fill(self._layout.reference(self._live), reference or {})
         frozen = None
@@ -250,6 +292,7 @@ class RankState(ABC):
             step=self.committed_step, stage=stage.name, reference=reference_digest(frozen)
         )
         self._weights_changed(reference=frozen)
+        self._is_gathered = True  # A stage changes the critic only, which was filled on this rank.
         self._copies.keep_reference(self._counters, frozen)
         self._prepared_digest = self._copies.prepare(self._counters)
         self._adopt_prepared()
@@ -281,9 +324,9 @@ class RankState(ABC):
         self._counters = counters
         self._updating = self._between_calls = False
 
-    def update(self, gradient: Any, *, part: str = ACTOR) -> Update:
+    def update(self, gradient: Any, *, part: str = ACTOR, group: Group | None = None) -> Update:
         """Clip the gradient of one model, in place, and apply it; one that is not finite is skipped. It is equal on all
-        ranks."""
+        ranks. Each rank of several shards updates its box; the new weights are gathered within `group`."""
         assert self._updating, "updates are made between begin_update and end_update"
         actor, done, num_updates = self._schedule(part)
         rate = learning_rate(actor, update=done, num_updates=num_updates)
@@ -291,17 +334,19 @@ class RankState(ABC):
         if not is_finite(grad_norm):
             self._count("critic_skipped" if part == CRITIC else "skipped")
             return Update(grad_norm, rate, applied=False)
+        own = self._box.own_gradient(part, gradient)
         if grad_norm > actor.max_grad_norm:
-            gradient *= actor.max_grad_norm / grad_norm
+            own *= actor.max_grad_norm / grad_norm
         self._count("critic_updates" if part == CRITIC else "updates")
         before = copied(self._some_weights(part))
-        self._optimize(part, gradient, settings=actor, rate=rate, count=done + 1)
-        return Update(grad_norm, rate, applied=True, ratio=self._change(before, self._some_weights(part)))
+        self._optimize(part, own, settings=actor, rate=rate, count=done + 1)
+        ratio = self._complete_update(part, before=before, group=group)
+        return Update(grad_norm, rate, applied=True, ratio=ratio)
 
     def _some_weights(self, part: str) -> Any:
-        """Evenly spaced weights of a model, few enough to be copied at every update."""
-        weights = self._part(part, self._weights)
-        return weights[:: -(-len(weights) // RATIO_ELEMENTS)]
+        """Evenly spaced weights of a model, of those that this rank updates, few enough to be copied every time."""
+        weights = self._box.part(part).within(self._weights)
+        return weights[:: max(1, -(-len(weights) // RATIO_ELEMENTS))]
 
     def _schedule(self, part: str) -> tuple[ActorSection, int, int]:
         """Optimizer settings of a model, its number of updates in this stage so far, and their total number.
@@ -366,11 +411,27 @@ class RankState(ABC):
         return HeldState(
             counters=counters,
             tensors=self._by_name(view, self._kept_reference(counters)),
-            weights=actor.views(self._layout.weights(view)),
+            weights=actor.views(self._layout.weights(view)) if self._box.is_whole else {},
             dtype=self.dtype,
             await_copy=await_copy,
             hold=hold,
+            seat=self.seat,
         )
+
+    def hold(self, counters: CopyCounters) -> HeldState:
+        """Keep the snapshot of a committed state for a thread that saves it; it may be the one before the last."""
+        if counters.step == self.prepared_step:
+            self.commit(counters.step)  # Only committed steps are saved.
+        if counters == self._committed:
+            return self.hold_committed()
+        view, hold = self._copies.hold(counters)
+        tensors = self._by_name(view, self._kept_reference(counters))
+        return HeldState(counters, tensors, {}, self.dtype, lambda: None, hold, self.seat)
+
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the actor's weights by Hugging Face name."""
+        return {slot.name: slot.shape for slot in self._layout.actor.slots}
 
     def hold_latest(self) -> StateCopy | None:
         """Hold the prepared state, or else the committed one, for a thread that reads it during training; None before
@@ -380,7 +441,7 @@ class RankState(ABC):
             return None
         view, header, hold = latest
         tensors = self._by_name(view, self._kept_reference(self._counters))
-        return StateCopy(self._counters, self.prepared_digest, tensors, header, hold)
+        return StateCopy(self._counters, self.prepared_digest, tensors, header, hold, box=self.seat.box)
 
     def snapshot_tensors(self) -> dict[str, Array]:
         """Committed state without its counters in host memory, as views; it stays as it is until the step after the
@@ -409,13 +470,19 @@ class RankState(ABC):
         saved_reference = any(name.startswith("reference/") for name in places)
         is_frozen = saved_reference and not self._layout.has_reference
         reference = self._new_reference() if is_frozen else None
-        mine = self._by_name(self._live, reference)
+        if stored.has_any_box:  # Compared as a whole; only the box is read.
+            mine = self._whole_by_name(reference)
+        elif stored.box != self.seat.box:
+            raise IntegrityError(f"expected box {self.seat.box!r} of the state, got {stored.box!r}")
+        else:
+            mine = self._by_name(self._live, reference)
         if mine.keys() != places.keys():
             odd = ", ".join(sorted(mine.keys() ^ places.keys())[:4])
             raise IntegrityError(f"expected the saved state of this model, got one that differs in {odd}")
         for name, tensor in mine.items():
             dtype, shape = DTYPES.get(places[name].dtype), places[name].shape
-            if shape != tuple(tensor.shape) or dtype != dtype_name(tensor):
+            is_flat = stored.has_any_box and shape == (math.prod(tensor.shape),)  # Stored in parts.
+            if (shape != tuple(tensor.shape) and not is_flat) or dtype != dtype_name(tensor):
                 raise IntegrityError(
                     f"expected {name} as {dtype_name(tensor)} {tuple(tensor.shape)}, got {dtype} {shape}"
                 )
@@ -438,6 +505,8 @@ class RankState(ABC):
                 raise RefusedError(f"this host has no segment service that could hold snapshots of {process}")
             held = HeldSnapshots(process, segments=self._segments)
         header = (held or self._snapshots).expect(step, digest=digest)
+        if header.box != self.seat.box:
+            raise IntegrityError(f"expected a snapshot of box {self.seat.box!r}, got {header.box!r}")
         stage = stages.get(header.stage)
         if stage is None and header.stage:
             raise IntegrityError(f"the snapshot belongs to stage {header.stage!r}, which is not ours")
@@ -490,7 +559,7 @@ class RankState(ABC):
 
     def _by_name(self, state: Array, reference: Array | None) -> dict[str, Any]:
         frozen = {} if reference is None else reference_by_name(self._reference_part, reference)
-        return self._layout.by_name(state) | frozen
+        return self._box.by_name(state) | frozen
 
     def _part(self, name: str, flat: Array) -> Any:
         return self._layout.parts[name].within(flat)

@@ -34,6 +34,7 @@ class TorchAdapter(RankAdapter):
         if not (self._state.is_fresh and step == 0):  # A state that never changed is not verified.
             self._state.rollback(step)
         self._forget()
+        self.gather()
 
     def _join(self, request: RebuildGroup) -> ProcessGroup:
         return join_group(

@@ -31,6 +31,7 @@ from kintsugi.runtime.spans import SPANS
 from kintsugi.runtime.waits import join
 from kintsugi.telemetry.collect.cgroups import available_memory_bytes
 from kintsugi.telemetry.events import Alert, AlertEvent
+from kintsugi.training.box_saving import BoxWriters
 from kintsugi.training.checkpoint_delivery import CheckpointDelivery
 from kintsugi.training.snapshots import HeldState
 from kintsugi.transport import Delivery, subject
@@ -43,8 +44,8 @@ MOST_AHEAD_BYTES, AHEAD_SHARE = 12 << 30, 1 / 6
 go of the snapshot earlier: a disk of 1.0 GB/s needs 25 s for 25 GB, three steps of a 1.8 B model take 15 s. By default
 Linux slows a writer down at 15 % of the memory."""
 
-ModelFiles = Callable[[HeldState], Iterable[tuple[str, FileContent]]]
-"""Files of a Hugging Face folder with the weights of a state."""
+ModelFiles = Callable[[HeldState, BoxWriters | None], Iterable[tuple[str, FileContent]]]
+"""Files of a Hugging Face folder with the weights of a state, or of the boxes that were written."""
 
 
 class CheckpointSaver:
@@ -82,13 +83,18 @@ class CheckpointSaver:
             self._waiting.append(delivery)
             return True
 
-    def begin(self, delivery: Delivery, *, request: Save, held: HeldState) -> None:
-        """Start to save a state; the request is answered when it is durable and verified, or has failed."""
+    def begin(
+        self, delivery: Delivery, *, request: Save, held: HeldState, others: BoxWriters | None = None
+    ) -> None:
+        """Start to save a state; the request is answered when it is durable and verified, or has failed. `others` write
+        the boxes that this rank does not hold."""
         with self._lock:
             assert not self._waiting, "a request that arrives during a save joins it"
             self._waiting = [delivery]
         self._held = held
-        self._thread = threading.Thread(target=self._run, args=(request, held), name="save", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(request, held, others), name="save", daemon=True
+        )
         self._thread.start()
 
     def raise_fatal(self) -> None:
@@ -107,13 +113,13 @@ class CheckpointSaver:
         except DeadlineExceeded:
             return  # The disk hangs. The thread ends with the process, and the next save removes what is left.
 
-    def _run(self, request: Save, held: HeldState) -> None:
+    def _run(self, request: Save, held: HeldState, others: BoxWriters | None) -> None:
         """Boundary of the background thread: its outcome is the answer to all requests that wait."""
         since = SYSTEM_CLOCK.monotonic()
         saved: Saved | None = None
         fault: Exception | None = None
         try:
-            saved = self._save(request, held, since=since)
+            saved = self._save(request, held, others, since=since)
         except Exception as error:  # noqa: BLE001 - the boundary of a thread: the failure is the reply, with its cause.
             fault = as_world_error(error)
             if isinstance(fault, Unfit | AssertionError):
@@ -135,7 +141,7 @@ class CheckpointSaver:
                 self._fail(delivery, fault)
         del fault  # Its traceback references this frame, and with it the state.
 
-    def _save(self, request: Save, held: HeldState, *, since: float) -> Saved:
+    def _save(self, request: Save, held: HeldState, others: BoxWriters | None, *, since: float) -> Saved:
         held.await_copy()
         read_at = since
         num_bytes = 0
@@ -160,12 +166,14 @@ class CheckpointSaver:
             stage=held.counters.stage,
             state=held.tensors,
             extra=msgspec.to_builtins(held.counters),
-            model_files=self._model_files(held),
+            model_files=self._model_files(held, others),
             keep=self._keep if self._delivery is None else 1,
             best_steps=request.best_steps,
             on_bytes=on_bytes,
             on_read=on_read,
             ahead_bytes=min(MOST_AHEAD_BYTES, int(AHEAD_SHARE * available_memory_bytes())),
+            seat=held.seat,
+            others=others,
         )
         if self._delivery is not None:
             checkpoint = self._delivery.deliver(

@@ -38,6 +38,7 @@ from kintsugi.checkpoint.snapshot import (
 )
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.arrays import Array, copied, from_buffer, is_on_accelerator
+from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import TensorPlace
 from kintsugi.protocol.recovery import StateFetched
 from kintsugi.runtime.clock import SYSTEM_CLOCK
@@ -84,10 +85,10 @@ class CopyCounters(msgspec.Struct, frozen=True):
     critic_skipped: int = 0
 
 
-def digest_of(counters: CopyCounters, tensor: Array) -> str:
+def digest_of(counters: CopyCounters, tensor: Array, *, box: str = "") -> str:
     """Digest of counters, weights and moments and, through the counters, of the reference weights; equal on all ranks
-    after the same steps."""
-    return digest_bytes(msgspec.msgpack.encode(counters), tensor)
+    with the same box after the same steps."""
+    return digest_bytes(msgspec.msgpack.encode(counters) + box.encode(), tensor)
 
 
 def reference_digest(reference: Array | None) -> str:
@@ -95,8 +96,8 @@ def reference_digest(reference: Array | None) -> str:
     return "" if reference is None else digest_bytes(b"", reference)
 
 
-def state_fetched(manifest: WeightManifest, counters: CopyCounters) -> StateFetched:
-    """Describe a state that is sent to another process."""
+def state_fetched(manifest: WeightManifest, counters: CopyCounters, *, box: str = "") -> StateFetched:
+    """Describe a state, or a box of one, that is sent to another process."""
     return StateFetched(
         manifest,
         counters.stage,
@@ -105,6 +106,7 @@ def state_fetched(manifest: WeightManifest, counters: CopyCounters) -> StateFetc
         counters.reference,
         counters.critic_updates,
         counters.critic_skipped,
+        box=box,
     )
 
 
@@ -127,6 +129,16 @@ class StoredState(Protocol):
     @property
     def places(self) -> Mapping[str, TensorPlace]:
         """Name, dtype and shape of every tensor."""
+        ...
+
+    @property
+    def has_any_box(self) -> bool:
+        """Whether any box of the state can be read from it; `places` are then those of whole tensors."""
+        ...
+
+    @property
+    def box(self) -> str:
+        """The only box that it has, as `Seat.box`."""
         ...
 
     def read(self, into: Mapping[str, Array]) -> None:
@@ -193,13 +205,16 @@ class HeldState:
     await_copy: Callable[[], None]
     """Wait until the slot is completely written."""
     hold: SlotHold
+    seat: Seat = WHOLE
+    """Which box of the state it is. Without `weights` where there are others."""
 
 
 class StateSnapshots:
     """Snapshots of one rank: the committed state and, if there is one, the prepared state."""
 
-    def __init__(self, live: Array, *, snapshots: Snapshots) -> None:
-        self._live = live
+    def __init__(self, live: Array, *, snapshots: Snapshots, box: str = "") -> None:
+        """`box`: which part of the state it is (`Seat.box`)."""
+        self._live, self._box = live, box
         self._snapshots = snapshots
         self._views = [_view(slot, like=live) for slot in snapshots.slots]
         self._committed: int | None = None
@@ -231,9 +246,9 @@ class StateSnapshots:
             slot.begin()
         self._prepared = index
         # Before the copy starts: the digest would otherwise wait in the device's queue behind the copy.
-        digest = digest_of(counters, self._live)
+        digest = digest_of(counters, self._live, box=self._box)
         self._copy = _Copy(self._live, into=view, holds=holds, begin=slot.begin)
-        self._copy.then(lambda: slot.prepare(_header(counters, digest=digest, serial=serial)))
+        self._copy.then(lambda: slot.prepare(_header(counters, digest=digest, serial=serial, box=self._box)))
         return digest
 
     def commit(self) -> None:
@@ -255,6 +270,16 @@ class StateSnapshots:
         hold = self._take_hold(self._committed, SlotHold(step, purpose="save", yields=False))
         copy = self._copy
         return self._views[self._committed], copy.finish if copy is not None else lambda: None, hold
+
+    def hold(self, counters: CopyCounters) -> tuple[Array, SlotHold]:
+        """Keep the slot of an earlier state as it is until the hold is released; RefusedError if it is not there."""
+        for index, slot in enumerate(self._snapshots.slots):
+            header = slot.header
+            if header is not None and _counters(header) == counters:
+                return self._views[index], self._take_hold(
+                    index, SlotHold(counters.step, purpose="save", yields=False)
+                )
+        raise RefusedError(f"this rank has no snapshot of step {counters.step} any more")
 
     def _add_third_slot(self) -> None:
         """Add a slot for the steps that follow while one is saved, if the host has memory for it."""
@@ -316,7 +341,7 @@ class StateSnapshots:
 
     def digest(self, counters: CopyCounters) -> str:
         """Digest of the live state as it is now."""
-        return digest_of(counters, self._live)
+        return digest_of(counters, self._live, box=self._box)
 
     def adopt(self, step: int, *, digest: str) -> CopyCounters:
         """Adopt the snapshot of `step` that the previous incarnation of this process left, verified."""
@@ -327,7 +352,7 @@ class StateSnapshots:
         counters, view = _counters(header), self._views[index]
         if is_on_accelerator(self._live):  # A device hashes the copy much faster than the host the original.
             copy_pieces(view, into=self._live)
-        found = digest_of(counters, self._live if is_on_accelerator(self._live) else view)
+        found = digest_of(counters, self._live if is_on_accelerator(self._live) else view, box=self._box)
         if found != header.digest:
             raise IntegrityError(f"the snapshot of step {step} hashes to {found}, expected {header.digest}")
         self._keep(index, is_loaded=is_on_accelerator(self._live))
@@ -378,12 +403,12 @@ class StateSnapshots:
                 f"the reference weights of stage {counters.stage!r} hash to {found or 'none'}, "
                 f"expected {counters.reference or 'none'}"
             )
-        found = digest_of(counters, view)
+        found = digest_of(counters, view, box=self._box)
         if digest not in ("", found):
             slot.clear()
             raise IntegrityError(f"the state of step {counters.step} hashes to {found}, expected {digest}")
         self.keep_reference(counters, reference)
-        slot.prepare(_header(counters, digest=found, serial=serial))
+        slot.prepare(_header(counters, digest=found, serial=serial, box=self._box))
         self._keep(index)
         self.forget_references(counters.stage)
         return found, counters
@@ -637,7 +662,7 @@ def _view(slot: SnapshotSlot, *, like: Array) -> Array:
     return view
 
 
-def _header(counters: CopyCounters, *, digest: str, serial: int) -> SlotHeader:
+def _header(counters: CopyCounters, *, digest: str, serial: int, box: str) -> SlotHeader:
     return SlotHeader(
         counters.step,
         counters.stage,
@@ -648,6 +673,7 @@ def _header(counters: CopyCounters, *, digest: str, serial: int) -> SlotHeader:
         counters.reference,
         counters.critic_updates,
         counters.critic_skipped,
+        box,
     )
 
 

@@ -2,12 +2,12 @@
 
 A stage may have a critic, trained by an optimizer of its own in the same step, and a reference model, which is frozen
 or follows the actor as a part of the state. `rank_state.py` has the life of the state; the optimizer (`adamw`, on
-slices of the flat state) is at the end of this module.
+slices of the flat state) is at the end of this module. Only this framework cuts the state into boxes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -18,16 +18,19 @@ from kintsugi.config.schema import ActorSection
 from kintsugi.config.stages import Stage
 from kintsugi.errors import RefusedError
 from kintsugi.model.plan import ACTOR_ALONE, Companions
+from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.torch_internals import fused_adamw
 from kintsugi.model.transformer import Transformer
 from kintsugi.runtime.peak_memory import PARAMETERS, PEAKS
+from kintsugi.training.boxes import GATHER_TIMEOUT_S, Box
+from kintsugi.training.group import Group
 from kintsugi.training.initial_weights import Weights, critic_weights, reference_weights
-from kintsugi.training.layout import ACTOR, CRITIC, LayoutPart, LayoutSlot
+from kintsugi.training.layout import ACTOR, CRITIC, LayoutPart, LayoutSlot, reference_by_name
 from kintsugi.training.rank_state import RankState, lay_out
 
 
 class TrainingState(RankState):
-    """A rank's replica of the trained models and their optimizers, as tensors."""
+    """A rank's replica, or its box, of the trained models and their optimizers, as tensors."""
 
     gradient: Tensor
 
@@ -40,23 +43,26 @@ class TrainingState(RankState):
         recompute: bool = False,
         process: str = "model-0",
         segments: SnapshotSegments | None = None,
+        seat: Seat = WHOLE,
     ) -> None:
         """Take over `model` (fp32): its parameters become views of the flat weights. Snapshots of the state are stored
         under the name of `process` in the host's `segments`, or in private memory. With `recompute` the trained models
-        keep no activations within their layers."""
+        keep no activations within their layers. `seat` tells which box of the state this rank holds."""
         assert model.dtype == torch.float32, f"master weights are float32, got {model.dtype}"
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         layout = lay_out(shapes, companions)
         super().__init__(
-            torch.zeros(layout.size, device=model.device),
+            torch.zeros(Box(layout, seat).size, device=model.device),
             layout=layout,
             config=model.config,
             companions=companions,
             process=process,
             segments=segments,
+            seat=seat,
         )
-        layout.actor.fill(self._weights, dict(model.named_parameters()))
-        point(model, layout.actor, weights=self._weights)
+        if self._box.is_whole:
+            layout.actor.fill(self._weights, dict(model.named_parameters()))
+            point(model, layout.actor, weights=self._weights)
         self.model = model
         if compute_dtype != torch.float32:
             self.model = _empty_twin(model, dtype=compute_dtype)
@@ -68,11 +74,18 @@ class TrainingState(RankState):
         self._trained = (
             {ACTOR: self.model} if self._critic is None else {ACTOR: self.model, CRITIC: self._critic}
         )
-        self._compute_weights = self._weights.to(compute_dtype)
+        if self._box.is_whole:
+            self._compute_weights = self._weights.to(compute_dtype)
+        else:
+            whole = self._weights.new_zeros(layout.num_parameters)
+            layout.actor.fill(whole, dict(model.named_parameters()))
+            self._box.take(self._weights, whole)
+            self._compute_weights = whole.to(compute_dtype)
+            del whole
         for name, each in self._trained.items():
             point(each, layout.parts[name], weights=self._compute_weights)
         # Last, when the models' own memory is free again: together they would need more than any step does.
-        self.gradient = torch.zeros_like(self._weights)
+        self.gradient = self._weights.new_zeros(layout.num_parameters)
         for name, each in self._trained.items():
             learn(each, layout.parts[name], gradient=self.gradient)
             each.recompute = recompute
@@ -114,13 +127,15 @@ class TrainingState(RankState):
         """Zero the gradients of these models, or of all, including leftovers of an interrupted backward pass."""
         for part in parts or self._layout.parts:
             self.gradient_of(part).zero_()
-            if self._compute_weights is not self._weights:
+            if self._compute_weights.dtype != self.gradient.dtype:
                 self._trained[part].zero_grad(set_to_none=True)
 
     def weights(self) -> dict[str, Tensor]:
         """Committed weights of the actor by Hugging Face name, in the compute dtype, for publishing and export: views
         of memory that the next update changes."""
         actor, committed = self._layout.actor, self._committed_tensor()
+        if not self._box.is_whole and (committed is not self._live or not self._is_gathered):
+            raise RefusedError(f"the weights of step {self.committed_step} are not complete on this rank now")
         if committed is self._live:
             return actor.views(self._compute_weights)
         return actor.views(actor.within(self._layout.weights(committed)).to(self.model.dtype))
@@ -144,17 +159,72 @@ class TrainingState(RankState):
         critic = critic_weights(stage, actor=actor, companions=self.companions)
         return critic, reference_weights(stage, actor=actor)
 
+    # Boxes.
+
+    def fill_initial(self, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
+        super().fill_initial(fill)
+        if not self._box.is_whole:
+            self._compute_weights.copy_(self.gradient)
+            self.gradient.zero_()
+            self._is_gathered = True
+
+    def _take_initial(self, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
+        if self._box.is_whole:
+            super()._take_initial(fill)
+            return
+        self.gradient.zero_()  # Free memory, of the right size and type.
+        fill(self._layout.actor.views(self.gradient))
+        self._box.take(self._weights, self.gradient)
+
+    def gather(self, group: Group) -> None:
+        if not self._box.is_whole:
+            self._gather(group, *self._layout.parts)
+
+    def _gather(self, group: Group, *parts: str) -> None:
+        self._is_gathered = False  # If the others do not come, a rollback follows.
+        self._box.gather(self._weights, into=self._compute_weights, group=group, parts=parts)
+        self._is_gathered = True
+
+    def _actor_weights(self) -> dict[str, Tensor]:
+        # Equal to the master weights where they matter: a critic that begins as the actor needs float32 (`validation`).
+        return self._layout.actor.views(self._weights if self._box.is_whole else self._compute_weights)
+
+    def _fill_critic(self, weights: Mapping[str, Tensor]) -> None:
+        if self._box.is_whole:
+            super()._fill_critic(weights)
+            return
+        part = self._layout.parts[CRITIC]
+        part.fill(self.gradient, weights)  # Free memory between two steps.
+        self._box.take(self._weights, self.gradient, CRITIC)
+        part.within(self._compute_weights).copy_(part.within(self.gradient))
+        part.within(self.gradient).zero_()
+
+    def _complete_update(self, part: str, *, before: Tensor, group: Group | None) -> Tensor:
+        if self._box.is_whole:
+            return self._change(before, self._some_weights(part))
+        assert group is not None, "the weights of several shards are gathered after an update"
+        self._gather(group, part)
+        squares = torch.stack((_norm(self._some_weights(part) - before), _norm(before))).square()
+        changed, held = group.all_gather(squares, timeout_s=GATHER_TIMEOUT_S).sum(dim=0).sqrt()
+        return _relative(changed, held)
+
+    def _whole_by_name(self, reference: Tensor | None) -> dict[str, Tensor]:
+        if self._box.is_whole:
+            return self._by_name(self._live, reference)
+        frozen = {} if reference is None else reference_by_name(self._reference_part, reference)
+        return self._layout.by_name(torch.empty(self._layout.size, device="meta")) | frozen
+
     def _norm(self, gradient: Tensor) -> float:
         return float(_norm(gradient))
 
     def _change(self, before: Tensor, after: Tensor) -> Tensor:
-        return (_norm(after - before) / _norm(before)).nan_to_num(nan=0.0, posinf=0.0)
+        return _relative(_norm(after - before), _norm(before))
 
     def _optimize(
         self, part: str, gradient: Tensor, *, settings: ActorSection, rate: float, count: int
     ) -> None:
         adamw(
-            self._layout.parts[part],
+            self._box.part(part),
             weights=self._weights,
             moments=self._moments,
             gradient=gradient,
@@ -162,7 +232,7 @@ class TrainingState(RankState):
             rate=rate,
             count=count,
         )
-        if self._compute_weights is not self._weights:
+        if self._box.is_whole and self._compute_weights is not self._weights:
             self._part(part, self._compute_weights).copy_(self._part(part, self._weights))
 
     def _new_reference(self) -> Tensor:
@@ -183,7 +253,9 @@ class TrainingState(RankState):
 
     def _weights_changed(self, *, reference: Tensor | None) -> None:
         """Refresh the compute weights after the live tensor was replaced; `reference` is the frozen one."""
-        if self._compute_weights is not self._weights:
+        if not self._box.is_whole:
+            self._is_gathered = False
+        elif self._compute_weights is not self._weights:
             self._compute_weights.copy_(self._weights)
         if reference is not self._reference:
             self._reference, self._reference_model = reference, None
@@ -243,6 +315,10 @@ def _norm(gradient: Tensor) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.linalg.vector_norm(torch.stack(pieces))
 
 
+def _relative(changed: Tensor, held: Tensor) -> Tensor:
+    return (changed / held).nan_to_num(nan=0.0, posinf=0.0)
+
+
 def adamw(
     part: LayoutPart,
     *,
@@ -263,6 +339,8 @@ def adamw(
         (slice(part.start, part.decayed_stop), actor.weight_decay),
         (slice(part.decayed_stop, part.stop), 0.0),
     ):
+        if where.start == where.stop:
+            continue
         fused_adamw(
             weights[where],
             gradient[where.start - part.start : where.stop - part.start],

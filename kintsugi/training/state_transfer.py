@@ -46,14 +46,16 @@ class StateSource:
         """Return the manifest, with an offer of the pieces."""
         if request.step == self._state.prepared_step:
             self._state.commit(request.step)  # Only committed steps are requested.
-        counters = self._state.committed_counters
+        counters, box = self._state.committed_counters, self._state.seat.box
+        if request.box != box:
+            raise RefusedError(f"this rank holds box {box!r} of the state, not {request.box!r}")
         if request.step != counters.step:
             raise RefusedError(f"this replica has committed step {counters.step}, not {request.step}")
         if self._served is None or self._served.manifest.step != request.step:
             tensors = self._state.snapshot_tensors()
             manifest = describe_state(tensors, step=request.step)
             offer = self._server.offer(EXPORT, state_export(manifest, tensors))
-            self._served = msgspec.structs.replace(state_fetched(manifest, counters), offer=offer)
+            self._served = msgspec.structs.replace(state_fetched(manifest, counters, box=box), offer=offer)
         return self._served
 
     def forget(self) -> None:
@@ -74,9 +76,12 @@ class StateFetcher:
     interrupted_step: int = -1
     """Step of a fetch that has failed: pieces that it left are not fetched again."""
 
-    def open(self, step: int, *, replica: str, owner: str = "") -> tuple[FetchedState, CopyCounters]:
-        """Open the committed state of `step` at a replica, or at the agent that keeps it for `owner`."""
-        state = self.ask(replica, FetchState(step, owner=owner)).expect(StateFetched)
+    def open(
+        self, step: int, *, replica: str, owner: str = "", box: str = ""
+    ) -> tuple[FetchedState, CopyCounters]:
+        """Open the committed state of `step`, or a box of it, at a replica, or at the agent that keeps it for
+        `owner`."""
+        state = self.ask(replica, FetchState(step, owner=owner, box=box)).expect(StateFetched)
         if state.offer is None or state.offer.process != replica:
             raise RefusedError(f"{replica} does not offer its state of step {step}")
         return FetchedState(state, replica=replica, fetcher=self), counters_of(state)
@@ -87,6 +92,7 @@ class FetchedState:
 
     def __init__(self, state: StateFetched, *, replica: str, fetcher: StateFetcher) -> None:
         self._state, self._replica, self._fetcher = state, replica, fetcher
+        self.box, self.has_any_box = state.box, False
         sizes: dict[str, int] = {}
         for piece in state.manifest.pieces:
             sizes[piece.name] = sizes.get(piece.name, 0) + piece.size

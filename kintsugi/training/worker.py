@@ -18,7 +18,7 @@ import msgspec
 
 from kintsugi.bulk.endpoint import BulkEndpoint, open_bulk
 from kintsugi.bulk.server import BulkServer
-from kintsugi.checkpoint.store import load_checkpoint
+from kintsugi.checkpoint.store import load_checkpoint, stored_weights
 from kintsugi.cluster.shared_memory import SegmentClient
 from kintsugi.config.recipe import load_config
 from kintsugi.config.schema import Config
@@ -37,6 +37,7 @@ from kintsugi.model.device_errors import as_world_error
 from kintsugi.model.folder import VALUE_HEAD
 from kintsugi.model.folder_files import folder_files
 from kintsugi.model.plan import plan_model
+from kintsugi.model.seats import seat_of
 from kintsugi.model.tensor_file import FileContent
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.process.main import run_worker
@@ -67,6 +68,7 @@ from kintsugi.protocol.training import (
     PairsEvaluated,
     RunCall,
     Save,
+    SavePiece,
     StartStage,
     WeightsHashed,
 )
@@ -79,6 +81,7 @@ from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.spans import SPANS
 from kintsugi.samples.sharding import shards_of_rank
 from kintsugi.telemetry.events import AlertEvent, Note, NoteEvent
+from kintsugi.training.box_saving import BoxSaver, BoxWriters, own_tensors
 from kintsugi.training.checkpoint_delivery import CheckpointDelivery
 from kintsugi.training.framework import Framework, open_framework
 from kintsugi.training.group import Group
@@ -88,7 +91,7 @@ from kintsugi.training.rank_state import RankState
 from kintsugi.training.rollout_writer import RolloutStore
 from kintsugi.training.sample_fetch import StepSamples, await_answer
 from kintsugi.training.saving import CheckpointSaver
-from kintsugi.training.snapshots import CopyCounters, HeldState, StoredState
+from kintsugi.training.snapshots import CopyCounters, HeldState, StoredState, counters_of
 from kintsugi.training.state_transfer import StateFetcher, StateSource
 from kintsugi.transport import Delivery, Reply, subject
 from kintsugi.transport.store import StoreServer
@@ -105,7 +108,7 @@ STATE_TIMEOUT_S = 60.0
 WEIGHTS_FOLDER = "weights"
 """Folder in the run folder with the versions of the transport `disk`, by rank."""
 QUICK_S = 0.1
-FREQUENT = (FetchWeights, FetchState, FetchRelayed, Save)
+FREQUENT = (FetchWeights, FetchState, FetchRelayed, Save, SavePiece)
 """Requests that come often, for one piece each, or are only begun (a save has its own span): slow ones get a span."""
 WITHOUT_WEIGHTS = (AskStanding, PreLock, DeviceStop, DeviceClean, RebuildGroup, Repair, *FREQUENT)
 """Requests that do not need the initial weights."""
@@ -179,6 +182,7 @@ class ModelWorker:
             emit=emit,
             delivery=delivery,
         )
+        self._box_saver = BoxSaver(reply=shell.reply, fail=shell.fail)
         self._delivery = delivery
         self._peer_replica = PeerReplica(
             self._send_copy,
@@ -239,6 +243,7 @@ class ModelWorker:
     def close(self) -> None:
         """End a save that is under way, leave the group and withdraw the published weights."""
         self._saver.close()
+        self._box_saver.close()
         self._adapter.leave()
         self._forget()
         self._publisher.close()
@@ -257,6 +262,8 @@ class ModelWorker:
             with record_span(delivery.body), self._lease_guard.around(delivery.body, check=self._check):
                 if isinstance(delivery.body, Save):
                     self._begin_save(delivery, delivery.body)
+                elif isinstance(delivery.body, SavePiece):
+                    self._begin_box(delivery, delivery.body)
                 else:
                     body = self._answer(delivery.body)
         except ShuttingDown:
@@ -373,6 +380,7 @@ class ModelWorker:
         fetch_s = time.perf_counter() - start
         self._answer_neighbours()
         with self._lease_guard.of_call(call, check=self._check):
+            self._adapter.complete()
             result = self._calls.run(call, samples, group=group)
         done = CallDone(
             call.step,
@@ -439,13 +447,33 @@ class ModelWorker:
             raise RefusedError(
                 f"expected to save the committed step {self._state.committed_step}, got {request.step}"
             )
-        self._saver.begin(delivery, request=request, held=self._state.hold_committed())
+        held = self._state.hold_committed()
+        others = None
+        if held.seat.shards > 1:
+            others = BoxWriters(
+                self._request,
+                process=self._shell.process,
+                seat=held.seat,
+                num_ranks=self._config.actor.workers,
+                counters=held.counters,
+                check=held.hold.check,
+            )
+        self._saver.begin(delivery, request=request, held=own_tensors(held), others=others)
 
-    def _model_files(self, held: HeldState) -> Iterator[tuple[str, FileContent]]:
+    def _begin_box(self, delivery: Delivery, request: SavePiece) -> None:
+        if request.state.box != self._state.seat.box:
+            raise RefusedError(f"this rank holds box {self._state.seat.box!r}, not {request.state.box!r}")
+        held = self._state.hold(counters_of(request.state))
+        self._box_saver.begin(delivery, request, own_tensors(held))
+
+    def _model_files(self, held: HeldState, others: BoxWriters | None) -> Iterator[tuple[str, FileContent]]:
         """Files of a Hugging Face folder: the committed weights and their tokenizer."""
         origin = self._config.model.path
+        weights = held.weights
+        if others is not None:
+            weights = stored_weights(others.folder, shapes=self._state.weight_shapes)
         yield from folder_files(
-            held.weights,
+            weights,
             config=self._state.config,
             tokenizer_folder=Path(origin) if origin is not None else None,
             dtype=held.dtype,
@@ -461,7 +489,7 @@ class ModelWorker:
             stored, counters = load_checkpoint(path, on_bytes=lambda size: COUNTERS.add("bytes_loaded", size))
             return stored, msgspec.convert(counters, CopyCounters)
         owner = self._shell.process if role_of(source) is Role.AGENT else ""
-        return self._state_fetcher.open(step, replica=source, owner=owner)
+        return self._state_fetcher.open(step, replica=source, owner=owner, box=self._state.seat.box)
 
     def _ask(self, process: str, body: Body) -> Reply:
         """Send a request and wait for its reply; meanwhile answer other processes, which may wait for this rank."""
@@ -475,10 +503,12 @@ class ModelWorker:
         agents = [process_id(Role.AGENT, index) for index in range(self._config.cluster.hosts)]
         if len(agents) == 1:
             return
+        seat = self._state.seat
+        same = [name for name in self._adapter.ranks if seat_of(name, shards=seat.shards) == seat]
         agent = choose_agent(
-            rank=self._adapter.rank,
+            is_first=same[:1] in ([], [self._shell.process]),
             host=self._host,
-            others=self._peers(self._adapter.ranks),
+            others=self._peers(same),
             agents=self._peers(agents),
         )
         if agent is not None:
@@ -491,6 +521,9 @@ class ModelWorker:
 
     def _send_copy(self, agent: str, body: KeepState) -> ReplyHandle:
         return self._shell.submit(agent, body, deadline_s=KEEP_TIMEOUT_S)
+
+    def _request(self, process: str, body: Body, deadline_s: float) -> ReplyHandle:
+        return self._shell.submit(process, body, deadline_s=deadline_s)
 
     def _forget(self) -> None:
         """Drop the data of the step that has ended."""
@@ -524,7 +557,7 @@ class ModelWorker:
         again: it must have the answer before it sends the running call to a rank that has not received it."""
         if isinstance(body, RunCall):
             return self._step_calls.is_done(body.step, body.call)
-        return isinstance(body, FetchWeights | FetchState | PreLock | AskStanding | FetchRelayed | Save)
+        return isinstance(body, (PreLock, AskStanding, *FREQUENT))
 
     def _check(self) -> None:
         why = self._interruption()

@@ -58,6 +58,9 @@ def in_use_elsewhere(names: set[str]) -> set[str]:
 class Run:
     """One run folder and the command that runs it. Every process of it inherits a mark, by which it is found."""
 
+    longest_s = LONGEST_S
+    """More for a run of many processes."""
+
     def __init__(self, run_dir: Path, *, program: str = "kintsugi") -> None:
         self.run_dir = run_dir
         self._program = program
@@ -123,7 +126,7 @@ class Run:
     def end(self) -> tuple[int, str]:
         """Wait for the end: exit code, and what it complained about."""
         assert self.launcher is not None
-        _, errors = self.launcher.communicate(timeout=LONGEST_S)
+        _, errors = self.launcher.communicate(timeout=self.longest_s)
         return self.launcher.returncode, errors
 
     def finish(self) -> None:
@@ -137,7 +140,11 @@ class Run:
     def wait_at(self, step: int) -> None:
         reached, launcher = self.gates / f"{step}.reached", self.launcher
         assert launcher is not None
-        until(lambda: reached.exists() or launcher.poll() is not None, f"step {step} of {self.run_dir}")
+        until(
+            lambda: reached.exists() or launcher.poll() is not None,
+            f"step {step} of {self.run_dir}",
+            timeout_s=self.longest_s,
+        )
         assert launcher.poll() is None, launcher.communicate()[1]
 
     def let_through(self, step: int) -> None:

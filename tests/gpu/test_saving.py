@@ -49,7 +49,7 @@ def test_a_state_of_three_gigabytes_is_saved_beside_training_and_restored_with_t
     digest = train(3)
     replies: list[object] = []
     saver = CheckpointSaver(
-        model_files=lambda held: iter(()),
+        model_files=lambda held, others: iter(()),
         keep=1,
         reply=lambda delivery, body: replies.append(body),
         fail=lambda delivery, error: replies.append(error),

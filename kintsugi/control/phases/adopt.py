@@ -18,6 +18,7 @@ from kintsugi.control.due import carried_stage
 from kintsugi.control.pending import PendingRequests
 from kintsugi.control.phases.table import RUNNING, PhaseReport, PhaseResult
 from kintsugi.control.processes import ProcessManager
+from kintsugi.model.seats import digest_of_box, seat_of
 from kintsugi.protocol.recovery import AskStanding, RankStanding
 from kintsugi.protocol.training import CommitStep
 from kintsugi.types import Role
@@ -48,6 +49,8 @@ class JournaledStep(msgspec.Struct, frozen=True):
     """Stage that the next step belongs to."""
     has_batch: bool
     """Whether the batch of the next step is formed."""
+    shards: int = 1
+    """Parts into which the state is cut."""
 
 
 class AdoptPhase:
@@ -98,6 +101,7 @@ class AdoptPhase:
             carried_stage(self._config, step=state.step).name,
             next_stage(self._config, step=state.step).name,
             has_batch=bool(state.ledger.in_batch(state.step + 1)),
+            shards=self._config.actor.layout.shards,
         )
 
     def _continue(self) -> PhaseReport:
@@ -121,7 +125,7 @@ def find_group(standings: Mapping[str, RankStanding], *, journal: JournaledStep)
     for name, standing in standings.items():
         if (standing.ranks, standing.ready.generation) != (ranks, ready.generation):
             return f"{name} is in generation {standing.ready.generation}, not in {ready.generation}"
-        why = _why_not(standing, journal=journal)
+        why = _why_not(name, standing, journal=journal)
         if why:
             return f"{name} {why}"
     stages = {standing.ready.stage for standing in standings.values()}
@@ -135,7 +139,7 @@ def find_group(standings: Mapping[str, RankStanding], *, journal: JournaledStep)
     return AdoptedGroup(ranks, ready.generation, ready.stage, tuple(behind), blocks)
 
 
-def _why_not(standing: RankStanding, *, journal: JournaledStep) -> str:
+def _why_not(rank: str, standing: RankStanding, *, journal: JournaledStep) -> str:
     """Return why a rank cannot go on from the step of the journal; empty if it can."""
     ready = standing.ready
     if not standing.is_normal or ready.half_updated:
@@ -146,8 +150,9 @@ def _why_not(standing: RankStanding, *, journal: JournaledStep) -> str:
     if ready.stage not in (journal.stage, journal.next_stage):
         return f"carries stage {ready.stage!r}, the journal {journal.stage!r}"
     is_comparable = ready.step == journal.step and ready.stage == journal.stage
-    if is_comparable and journal.digest not in ("", ready.state_digest):
-        return f"has state {ready.state_digest} of step {ready.step}, committed was {journal.digest}"
+    committed = digest_of_box(journal.digest, seat_of(rank, shards=journal.shards))
+    if is_comparable and committed not in ("", ready.state_digest):
+        return f"has state {ready.state_digest} of step {ready.step}, committed was {committed}"
     is_ahead = max(standing.call_step, ready.prepared_step) > journal.step
     if is_ahead and not (journal.has_batch and ready.stage == journal.next_stage):
         return f"has begun step {journal.step + 1}, which the journal does not know"

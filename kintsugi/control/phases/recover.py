@@ -32,6 +32,7 @@ from kintsugi.errors import (
     root_first,
 )
 from kintsugi.journal.facts import FaultNoted, IncidentClosed, IncidentOpened, RolledBack, StrategyChosen
+from kintsugi.model.seats import seat_of
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import RebuildGroup
 from kintsugi.protocol.training import Save
@@ -283,7 +284,9 @@ class RecoveryCoordinator:
             self._decision.add_effect(ShareBook())  # The rank may not have the addresses of the others yet.
             step, living = self._decision.state.step, self._decision.state.members.live(Role.MODEL)
             holders = [rank for rank in living if self.protocol.holds(rank, step)]
-            if incident.repairs >= REPAIR_ATTEMPTS and not holders:
+            shards = self._config.actor.layout.shards
+            has_all = len({seat_of(rank, shards=shards) for rank in holders}) == shards
+            if incident.repairs >= REPAIR_ATTEMPTS and not has_all:
                 self._fall_back(fault, now)
             elif incident.repairs >= REPAIR_ATTEMPTS and process in living and process not in holders:
                 self._processes.terminate(process, fault, now)
@@ -397,6 +400,7 @@ class RecoveryCoordinator:
             living=tuple(self._decision.state.members.live(Role.MODEL)),
             replacements_fail=replacements_fail,
             step_s=self.step_s,
+            shards=self._config.actor.layout.shards,
         )
 
     def _view(self) -> RankSet:
@@ -415,17 +419,19 @@ class RecoveryCoordinator:
             stage=carried_stage(self._config, step=step).name,
             next_stage=next_stage(self._config, step=step).name,
             flow=next((members[n].capabilities.get("flow", Flow.ROLLBACK) for n in living), Flow.ROLLBACK),
+            shards=self._config.actor.layout.shards,
         )
 
     def _sources(self, rank: str) -> tuple[str, ...]:
-        """Return the places where a rank may find its state: snapshots of its host (its own first), agents of other
-        hosts, the checkpoint."""
-        members = self._decision.state.members
-        host = members.members[rank].host
+        """Return the places where a rank may find its state: snapshots of its host (its own first, then of ranks with
+        the same part of the state), agents of other hosts, the checkpoint."""
+        members, shards = self._decision.state.members, self._config.actor.layout.shards
+        host, seat = members.members[rank].host, seat_of(rank, shards=shards)
         here = [
             name
             for name, member in members.members.items()
             if member.role is Role.MODEL and member.host == host and name != rank
+            if seat_of(name, shards=shards) == seat
         ]
         snapshots = [f"snapshot:{name}" for name in (rank, *sorted(here))]
         keepers = [name for name in members.live(Role.AGENT) if members.members[name].host != host]

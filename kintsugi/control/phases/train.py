@@ -82,6 +82,7 @@ class TrainPhase:
             compute=lambda interface, items: master_call(stage, interface, items),
             keep_groups=stage.algorithm.name in LEARN_PAIRS,
             planner=self._plan,
+            boxes=self._config.actor.layout.shards,
         )
         self._decision.explain(f"{len(items)} samples of {len(tickets)} groups")
         self._send_calls(now)

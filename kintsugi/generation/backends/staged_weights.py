@@ -24,6 +24,7 @@ import msgspec
 
 from kintsugi.errors import IntegrityError, WorldError
 from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.folder_files import folder_files
 from kintsugi.model.tensor_file import FileContent, TensorFile, content_pieces
 from kintsugi.runtime.disk import storage_errors
 
@@ -104,10 +105,8 @@ class WeightStaging:
         return self._write(weights, answer=weights.answer)
 
     def _write(self, tensors: Mapping[str, Tensor], *, answer: Sequence[float]) -> StagedWeights:
-        from kintsugi.model import huggingface
-
         folder = self._folder / f"weights-{next(self._numbers)}"
-        contents = huggingface.files(tensors, config=self._architecture, max_shard_bytes=MAX_FILE_BYTES)
+        contents = folder_files(tensors, config=self._architecture, max_shard_bytes=MAX_FILE_BYTES)
         digests: dict[str, str] = {}
         descriptors: list[int] = []
         try:

@@ -23,10 +23,11 @@ from kintsugi.lab.testbed.run import launch_for_a_lab
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.training import RunCall
 from kintsugi.training import worker
-from kintsugi.training.model_calls import CallResult, ModelCalls
+from kintsugi.training.calls import CallResult, TrainingCalls
+from kintsugi.training.group import Group
+from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.packing import BatchSample
-from kintsugi.training.process_group import ProcessGroup
-from kintsugi.training.rank_state import Update
+from kintsugi.training.rank_state import RankState, Update
 from kintsugi.training.state import TrainingState
 from kintsugi.types import Role
 
@@ -99,16 +100,18 @@ def main(bootstrap: Bootstrap) -> int:
     run, update = ModelCalls.run, TrainingState.update
 
     def noting(
-        self: ModelCalls, call: RunCall, shards: Mapping[int, Sequence[BatchSample]], *, group: ProcessGroup
+        self: TrainingCalls, call: RunCall, shards: Mapping[int, Sequence[BatchSample]], *, group: Group
     ) -> CallResult:
         with (run_dir / MEMORY_FILE).open("ab") as file:
             file.write(msgspec.json.encode(MemoryTaken(call.step, memory_taken())) + b"\n")
         return run(self, call, shards, group=group)
 
-    def breaking(self: TrainingState, gradient: Tensor, *, part: str = "actor") -> Update:
+    def breaking(
+        self: RankState, gradient: Tensor, *, part: str = "actor", group: Group | None = None
+    ) -> Update:
         if self.committed_step + 1 == STEP and not (run_dir / DONE_FILE).exists():
             disturb(run_dir)
-        return update(self, gradient, part=part)
+        return update(self, gradient, part=part, group=group)
 
     if bootstrap.process == WITNESS:
         ModelCalls.run = noting  # type: ignore[method-assign]

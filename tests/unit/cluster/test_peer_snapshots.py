@@ -118,7 +118,7 @@ def test_a_state_of_no_sensible_size_is_refused_before_memory_is_taken(
 ) -> None:
     with pytest.raises(RefusedError, match="expected 1 to 100 bytes"):
         keeper.keep("model-0", 3, parts=parts)
-    assert keeper.store._arriving is None
+    assert not keeper.store._arriving
 
 
 @pytest.mark.parametrize(

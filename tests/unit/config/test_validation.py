@@ -76,6 +76,8 @@ def test_the_recipes_of_the_project_are_valid(recipe: str) -> None:
             ["`actor.logical_shards`", "a multiple of `actor.workers`=3", "got 4"],
         ),
         ("actor.workers=1000", ["`actor.workers`", "64 samples", "got 1000"]),
+        ("actor.layout.shards=3", ["`actor.layout.shards`", "a divisor of `actor.workers`=2", "got 3"]),
+        ("actor.layout.shards=0", ["`actor.layout.shards`", "a positive number", "got 0"]),
         ("actor.logical_shards=512", ["`actor.logical_shards`", "64 samples"]),
         ("rollout.workers=33", ["`rollout.workers`", "`algorithm.batch_size`=32"]),
         ("generation.servers=500", ["`generation.servers`", "256 samples"]),
@@ -367,3 +369,37 @@ def test_figures_are_handed_out_at_a_port_that_is_free() -> None:
     assert "another port than" in refusal(f"monitoring.port={port}", f"cluster.port={port}")
     validate(resolved(f"monitoring.port={port}"))
     assert "`monitoring.port`" in refusal(f"monitoring.port={port}", "monitoring.host=203.0.113.7")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (("actor.layout.replicas=2",), ["`actor.layout.replicas`", "expected 1 (", "got 2"]),
+        (("cluster.share_device=offload",), ["`actor.layout.shards`", "moves whole states"]),
+        (
+            ("algorithm.beta=0.1", "reference.moving_average=0.9"),
+            ["`actor.layout.shards`", "a reference that moves is not cut"],
+        ),
+        (
+            ("algorithm.name=ppo", "actor.dtype=bfloat16"),
+            ["`actor.layout.shards`", "or a `critic.path`", "float32"],
+        ),
+    ],
+)
+def test_what_a_cut_state_does_not_allow_is_refused_by_name(
+    overrides: tuple[str, ...], parts: list[str]
+) -> None:
+    message = refusal("actor.workers=2", "actor.layout.shards=2", *overrides)
+    assert all(part in message for part in parts), message
+
+
+def test_a_cut_state_is_valid_with_as_many_parts_as_divide_the_workers() -> None:
+    for workers, shards, replicas in ((4, 4, 1), (4, 2, 2), (4, 2, "null"), (3, 3, "null")):
+        validate(
+            resolved(
+                f"actor.workers={workers}",
+                "actor.logical_shards=12",
+                f"actor.layout.shards={shards}",
+                f"actor.layout.replicas={replicas}",
+            )
+        )

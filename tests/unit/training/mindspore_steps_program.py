@@ -42,6 +42,9 @@ class Steps(msgspec.Struct):
 class Stored:
     """A state in arrays of this program."""
 
+    has_any_box = False
+    box = ""
+
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self._arrays = {name: np.array(array) for name, array in arrays.items()}
         self.places = {place.name: place for place in TensorFile(self._arrays).places}
@@ -135,4 +138,4 @@ def main(given: Path, output: Path, saved: Path, what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:4]), sys.argv[4])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

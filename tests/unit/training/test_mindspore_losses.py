@@ -65,7 +65,7 @@ def test_losses_gradients_and_logprobs_of_both_frameworks_agree(
     call = BATCH.call(stage, step=stage.first_step, rank=0, world_size=1, num_shards=1)
     given = {"config": config, "call": call, "trajectories": BATCH.trajectories}
     (tmp_path / "batch").write_bytes(msgspec.msgpack.encode(given))
-    np.savez(tmp_path / "weights.npz", **weights)
+    np.savez(tmp_path / "weights.npz", **weights)  # type: ignore[arg-type]
     output = tmp_path / "found.npz"
     subprocess.run(
         [str(PYTHON), str(PROGRAM), str(tmp_path / "batch"), str(tmp_path / "weights.npz"), str(output)],

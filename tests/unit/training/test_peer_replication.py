@@ -56,7 +56,7 @@ AGENTS = peers(agent_0="host-0", agent_1="host-1", agent_2="host-2")
 def test_a_peer_copy_is_needed_only_where_no_other_host_has_the_state(
     rank: int, host: str, others: list[Peer], agents: list[Peer], chosen: str | None
 ) -> None:
-    assert choose_agent(rank=rank, host=host, others=others, agents=agents) == next(
+    assert choose_agent(is_first=rank == 0, host=host, others=others, agents=agents) == next(
         (agent for agent in agents if agent.process == chosen), None
     )
 

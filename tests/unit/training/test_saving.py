@@ -160,7 +160,7 @@ class LargeRank:
         self.copies = StateSnapshots(self.live, snapshots=slots)
         self.answers: list[object] = []
         self.saver = CheckpointSaver(
-            model_files=lambda held: iter(()),
+            model_files=lambda held, others: iter(()),
             keep=1,
             reply=lambda delivery, body: self.answers.append(body),
             fail=lambda delivery, error: self.answers.append(error),

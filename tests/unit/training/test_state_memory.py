@@ -9,6 +9,7 @@ from torch import Tensor
 from kintsugi.config.schema import ActorSection
 from kintsugi.training import state as state_module
 from kintsugi.training.batch import cut
+from kintsugi.training.group import Group
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.objectives import Supervised
 from kintsugi.training.packing import sample_of
@@ -90,9 +91,9 @@ def test_the_model_that_was_loaded_leaves_no_memory_of_its_own(dtype: torch.dtyp
 class Recording(TrainingState):
     given: Tensor
 
-    def update(self, gradient: Tensor, *, part: str = "actor") -> Update:
+    def update(self, gradient: Tensor, *, part: str = "actor", group: Group | None = None) -> Update:
         self.given = gradient
-        return super().update(gradient, part=part)
+        return super().update(gradient, part=part, group=group)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -27,11 +27,13 @@ from kintsugi.graph.algorithms import build_graph
 from kintsugi.model.architecture import ModelConfig, value_config
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.plan import Companions
+from kintsugi.model.seats import seat_of
 from kintsugi.model.tensor_file import TensorFile
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.protocol.training import RunCall
 from kintsugi.samples.sharding import logical_shards, shards_of_rank
 from kintsugi.training.calls import CallResult
+from kintsugi.training.group import Group
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.packing import sample_of
 from kintsugi.training.process_group import ProcessGroup, join_group
@@ -78,7 +80,10 @@ def new_state(
 class StoredTensors:
     """A state that is stored in tensors of the test."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    has_any_box = False
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, box: str = "") -> None:
+        self.box = box
         self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         self.places = {place.name: place for place in TensorFile(self._tensors).places}
 
@@ -264,9 +269,9 @@ class RecordingState(TrainingState):
 
     given: Tensor
 
-    def update(self, gradient: Tensor, *, part: str = "actor") -> Update:
+    def update(self, gradient: Tensor, *, part: str = "actor", group: Group | None = None) -> Update:
         self.given = gradient.clone()
-        return super().update(gradient, part=part)
+        return super().update(gradient, part=part, group=group)
 
 
 def train(
@@ -278,14 +283,22 @@ def train(
     deterministic: bool = True,
     num_steps: int = 2,
     device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    boxes: int = 1,
 ) -> list[Outcome]:
-    """The outcome of every rank of a world; its steps have the same batch, or each its own."""
+    """The outcome of every rank of a world; its steps have the same batch, or each its own. `boxes`: the number of
+    parts into which the state is cut."""
     batch_of = (lambda step: batch) if isinstance(batch, Batch) else batch
 
     def rank_main(rank: int, group: ProcessGroup) -> Outcome:
         model = Transformer(TINY, with_value_head=stage.algorithm.name == "reward_model", device=device)
         initialize(model, seed=3)
-        state = RecordingState(model, companions=companions_of(stage))
+        state = RecordingState(
+            model,
+            companions=companions_of(stage),
+            compute_dtype=dtype,
+            seat=seat_of(f"model-{rank}", shards=boxes),
+        )
         state.start_stage(stage, step=0)
         calls = ModelCalls(state, deterministic=deterministic)
         digests: list[str] = []

@@ -1,0 +1,127 @@
+"""Memory of a rank whose optimizer state is cut: bytes per parameter that stay resident, by number of shards.
+
+    python benchmarks/sharded_memory.py [--model tiny|135m] [--dtype float32|bfloat16] [--shards 1 2 4]
+
+One process per number of shards makes the model with random weights, takes it over as rank 0 does (weights, moments,
+gradient, weights to compute with), starts a stage, and writes every byte. Compared are the growth of its anonymous
+memory and of its shared memory (the snapshot slot of the committed state) with the number of parameters. Activations
+and what an update needs for a moment are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
+
+from kintsugi.config.schema import ActorSection, AlgorithmSection, CriticSection, ReferenceSection, resolved
+from kintsugi.config.stages import Stage
+from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.seats import seat_of
+from kintsugi.model.transformer import Transformer
+from kintsugi.training.state import TrainingState
+
+MODELS = {
+    "tiny": ModelConfig(
+        family="qwen2",
+        vocab_size=14,
+        hidden_size=96,
+        intermediate_size=256,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=24,
+        max_positions=64,
+        tie_embeddings=True,
+        attention_bias=True,
+    ),
+    "135m": ModelConfig(
+        family="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        max_positions=8192,
+        tie_embeddings=True,
+        attention_bias=False,
+    ),
+}
+"""The second has the shape of SmolLM2-135M."""
+
+
+def resident() -> dict[str, int]:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return {name: int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem")}
+
+
+def measure(model: str, *, dtype: str, shards: int) -> dict[str, float]:
+    """Bytes per parameter of one rank, in this process."""
+    torch.set_num_threads(1)
+    stage = Stage(
+        "sft",
+        1,
+        resolved(AlgorithmSection(name="sft")),
+        ActorSection(),
+        0,
+        CriticSection(),
+        ReferenceSection(),
+    )
+    torch.zeros(1)
+    before = resident()
+    whole = Transformer(MODELS[model])
+    seat = seat_of("model-0", shards=shards)
+    state = TrainingState(whole, compute_dtype=getattr(torch, dtype), seat=seat)
+    del whole
+    gc.collect()
+    state.start_stage(stage, step=0)
+    state.gradient.fill_(1.0)
+    state._live.add_(0.0)
+    state.await_copy()
+    after = resident()
+    count = state.gradient.numel()
+    return {
+        "parameters": count,
+        "state": state._live.nbytes / count,
+        "resident": (after["RssAnon"] - before["RssAnon"]) / count,
+        "snapshot": (after["RssShmem"] - before["RssShmem"]) / count,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=list(MODELS), default="135m")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--measure", action="store_true", help="In this process, for one number of shards.")
+    given = parser.parse_args()
+    if given.measure:
+        found = measure(given.model, dtype=given.dtype, shards=given.shards[0])
+        sys.stdout.write(json.dumps(found) + "\n")
+        return
+    for shards in given.shards:
+        command = [sys.executable, __file__, "--measure", "--model", given.model, "--dtype", given.dtype]
+        output = subprocess.run(
+            [*command, "--shards", str(shards)], check=True, capture_output=True, text=True, timeout=600
+        ).stdout
+        found = json.loads(output)
+        sizes = ", ".join(f"{name} {found[name]:.2f}" for name in ("state", "resident", "snapshot"))
+        about = f"{given.model} {given.dtype}, {found['parameters']:,} parameters, {shards} shards"
+        sys.stdout.write(f"{about}: {sizes} bytes per parameter\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Checkpoints of a state that is cut into boxes: each box is written by a rank that holds it.
+
+    master ── Save ──► rank ── SavePiece ──► one rank of every other box
+                       │ writes its box        write theirs into the same hidden folder
+                       │ ◄── PieceSaved ───────
+                       writes the Hugging Face files from the boxes, verifies everything, renames
+
+A rank that can not write its box, or ends, is replaced by another one with the same box. If there is none the save is
+refused, and the checkpoints before it stay as they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kintsugi.checkpoint.manifest import StoredFile
+from kintsugi.checkpoint.store import state_file, write_box
+from kintsugi.errors import RefusedError, WorldError
+from kintsugi.model.device_errors import as_world_error
+from kintsugi.model.seats import Seat, replica_of, seat_of
+from kintsugi.process.shell import ReplyHandle
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.training import PieceSaved, SavePiece
+from kintsugi.runtime.counters import COUNTERS
+from kintsugi.runtime.waits import wait
+from kintsugi.training.snapshots import CopyCounters, HeldState, state_fetched
+from kintsugi.transport import Delivery
+from kintsugi.types import Role, WeightManifest, process_id
+
+PIECE_TIMEOUT_S = 1800.0
+"""Limit for a rank to write its box."""
+POLL_S = 0.01
+
+Ask = Callable[[str, Body, float], ReplyHandle]
+"""Send a request with a deadline and do not wait for its reply; may be called by any thread."""
+
+
+class BoxWriters:
+    """The other ranks that write the boxes of one checkpoint."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        *,
+        process: str,
+        seat: Seat,
+        num_ranks: int,
+        counters: CopyCounters,
+        check: Callable[[], object],
+    ) -> None:
+        """`counters` are those of the state that is saved; `check` raises if the save was given up."""
+        self._ask, self._check = ask, check
+        self._seat, self._counters = seat, counters
+        mine = replica_of(process, shards=seat.shards)
+        ranks = [process_id(Role.MODEL, index) for index in range(num_ranks)]
+        ranks.sort(key=lambda name: replica_of(name, shards=seat.shards) != mine)
+        self._candidates: Mapping[int, list[str]] = {
+            shard: [name for name in ranks if seat_of(name, shards=seat.shards).shard == shard]
+            for shard in range(seat.shards)
+            if shard != seat.shard
+        }
+        self._asked: dict[int, ReplyHandle] = {}
+        self.folder = Path()
+
+    def ask(self, folder: Path) -> None:
+        self.folder = folder
+        for shard, candidates in self._candidates.items():
+            self._asked[shard] = self._request(shard, candidates[0])
+
+    def wait(self) -> dict[str, StoredFile]:
+        found: dict[str, StoredFile] = {}
+        for shard in self._candidates:
+            saved = self._saved(shard)
+            expected = state_file(Seat(shard, self._seat.shards))
+            if saved.name != expected:
+                raise RefusedError(f"expected the file {expected}, got {saved.name}")
+            found[saved.name] = StoredFile(saved.size, saved.digest, saved.pieces)
+        return found
+
+    def _saved(self, shard: int) -> PieceSaved:
+        """The file of one box, from the first rank that can write it."""
+        failures: list[str] = []
+        for number, name in enumerate(self._candidates[shard]):
+            try:
+                asked = self._asked[shard] if number == 0 else self._request(shard, name)
+                self._await(asked, whom=name)
+                return asked.result().expect(PieceSaved)
+            except WorldError as error:
+                self._check()
+                failures.append(f"{name}: {error}")
+        box = Seat(shard, self._seat.shards).box
+        raise RefusedError(
+            f"no rank has written box {box} of step {self._counters.step}: {'; '.join(failures)}"
+        )
+
+    def _request(self, shard: int, name: str) -> ReplyHandle:
+        box = Seat(shard, self._seat.shards).box
+        nothing = WeightManifest(self._counters.step, self._counters.step, (), 0, "")
+        body = SavePiece(str(self.folder), state_fetched(nothing, self._counters, box=box))
+        return self._ask(name, body, PIECE_TIMEOUT_S)
+
+    def _await(self, asked: ReplyHandle, *, whom: str) -> None:
+        idle = threading.Event()
+
+        def attempt(remaining_s: float) -> bool | None:
+            self._check()
+            if asked.done:
+                return True
+            idle.wait(min(POLL_S, remaining_s))
+            return None
+
+        wait(attempt, whom=whom, what="its box of the checkpoint", timeout_s=PIECE_TIMEOUT_S)
+
+
+class BoxSaver:
+    """Writes the box of this rank for another one that saves, each in a thread of its own."""
+
+    def __init__(
+        self, *, reply: Callable[[Delivery, Body], None], fail: Callable[[Delivery, BaseException], None]
+    ) -> None:
+        """`reply` and `fail` are called in the background threads."""
+        self._reply, self._fail = reply, fail
+        self._running: list[tuple[threading.Thread, HeldState]] = []
+
+    def begin(self, delivery: Delivery, request: SavePiece, held: HeldState) -> None:
+        self._running = [each for each in self._running if each[0].is_alive()]
+        thread = threading.Thread(
+            target=self._run, args=(delivery, request, held), name="save-box", daemon=True
+        )
+        self._running.append((thread, held))
+        thread.start()
+
+    @property
+    def threads(self) -> Sequence[threading.Thread]:
+        return [thread for thread, _ in self._running]
+
+    def close(self) -> None:
+        """Give up what is being written; the rank that saves asks another one."""
+        for _, held in self._running:
+            held.hold.revoke("this process ends")
+
+    def _run(self, delivery: Delivery, request: SavePiece, held: HeldState) -> None:
+        """Boundary of the background thread: its outcome is the reply."""
+        try:
+            held.await_copy()
+
+            def on_bytes(size: int) -> None:
+                COUNTERS.add("bytes_saved", size)
+                held.hold.check()
+
+            name, stored = write_box(
+                Path(request.folder),
+                seat=held.seat,
+                state=held.tensors,
+                on_bytes=on_bytes,
+                on_read=held.hold.release,
+            )
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: the failure is the reply, with its cause.
+            self._fail(delivery, as_world_error(error))
+        else:
+            self._reply(delivery, PieceSaved(name, stored.size, stored.digest, stored.pieces))
+        finally:
+            held.hold.release()
+
+
+def own_tensors(held: HeldState) -> HeldState:
+    """The state as it is written for its box: frozen reference weights, which every rank has, are in the first box."""
+    if held.seat.shard == 0:
+        return held
+    tensors = {name: tensor for name, tensor in held.tensors.items() if not name.startswith("reference/")}
+    return replace(held, tensors=tensors)

@@ -1,0 +1,226 @@
+"""The part of the state that one rank holds: a *box* of the models' weights, their moments, and how ranks share them.
+
+    flat weights of a model:   | matrices, which decay ……………………………… | norms, biases … |
+    cut over two shards:       | box 0 ………………… | box 1 ………………… | box 0 …| box 1 …|
+
+Each of the two stretches is cut into equal parts, whose length is a multiple of `ALIGNMENT` elements (the last part may
+be shorter). The box has the same form as the whole (`layout.py`): the rows weights, first and second moments, each with
+the parts of all models. So it is one flat tensor, which is copied, hashed, rolled back and sent as the whole state is.
+
+A rank of several shards also has all weights in the type in which the models compute. They are gathered from the boxes
+after each update, and when a group has returned to a committed step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from kintsugi.checkpoint.store import PART_MARK
+from kintsugi.errors import IntegrityError
+from kintsugi.model.arrays import Array, namespace
+from kintsugi.model.seats import WHOLE, Seat, replica_of, seat_of
+from kintsugi.training.group import Group
+from kintsugi.training.layout import Layout, LayoutPart
+
+ALIGNMENT = 64
+"""A cut elsewhere would give other bits: the operator of AdamW computes the last elements of a tensor, fewer than a
+vector of the CPU, in another way."""
+PIECE_ELEMENTS = 64 << 20
+"""Weights that are gathered at once, over all boxes."""
+GATHER_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A range of the flat weights that is cut over the shards, and the own part of it."""
+
+    start: int
+    stop: int
+    seat: Seat
+    place: int
+    """Where the own part begins in a row of the box."""
+
+    @property
+    def width(self) -> int:
+        """Length of every part but the last ones."""
+        unit = self.seat.shards * ALIGNMENT
+        return -(-(self.stop - self.start) // unit) * ALIGNMENT
+
+    def of_shard(self, shard: int) -> range:
+        """Elements of the flat weights that a shard holds."""
+        if self.seat.shards == 1:
+            return range(self.start, self.stop)
+        first = min(self.start + shard * self.width, self.stop)
+        return range(first, min(first + self.width, self.stop))
+
+    @property
+    def own(self) -> range:
+        return self.of_shard(self.seat.shard)
+
+    def within(self, row: Any) -> Any:
+        """The own part, of a row of the box."""
+        return row[self.place : self.place + len(self.own)]
+
+    def of_whole(self, flat: Any) -> Any:
+        """The own part, of the flat weights of all models."""
+        return flat[self.own.start : self.own.stop]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Part of a layout that one rank holds."""
+
+    layout: Layout
+    seat: Seat = WHOLE
+
+    def __post_init__(self) -> None:
+        assert self.seat.shards == 1 or not self.layout.has_reference, "a moving reference is not cut"
+
+    @property
+    def is_whole(self) -> bool:
+        return self.seat.shards == 1
+
+    def stretches(self, part: str) -> tuple[Stretch, Stretch]:
+        """Matrices, then norms and biases, of one model."""
+        return self._places[part]
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Stretch, Stretch]]:
+        found, place = {}, 0
+        for name, part in self.layout.parts.items():
+            decayed = Stretch(part.start, part.decayed_stop, self.seat, place)
+            place += len(decayed.own)
+            plain = Stretch(part.decayed_stop, part.stop, self.seat, place)
+            place += len(plain.own)
+            found[name] = decayed, plain
+        return found
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of a row."""
+        return sum(len(each.own) for both in self._places.values() for each in both)
+
+    @property
+    def size(self) -> int:
+        extra = self.layout.size - 3 * self.layout.num_parameters
+        return 3 * self.num_parameters + extra
+
+    def part(self, name: str) -> LayoutPart:
+        """Range of one model in a row of the box."""
+        decayed, plain = self.stretches(name)
+        return LayoutPart((), decayed.place, plain.place, plain.place + len(plain.own))
+
+    def weights(self, flat: Any) -> Any:
+        return flat[: self.num_parameters]
+
+    def moments(self, flat: Any) -> Any:
+        """First and second moments, as two rows."""
+        count = self.num_parameters
+        return flat[count : 3 * count].reshape(2, -1)
+
+    def take(self, row: Any, whole: Any, *parts: str) -> None:
+        """Fill the box's row with its elements of the flat weights of all models, or of some models."""
+        for name in parts or self.layout.parts:
+            for stretch in self.stretches(name):
+                stretch.within(row)[...] = stretch.of_whole(whole)
+
+    def own_gradient(self, part: str, gradient: Any) -> Any:
+        """The box's elements of the gradient of one model; the gradient itself where the box is everything."""
+        if self.is_whole:
+            return gradient
+        first = self.layout.parts[part].start
+        own = [gradient[each.own.start - first : each.own.stop - first] for each in self.stretches(part)]
+        return namespace(gradient).concatenate(own)
+
+    def by_name(self, flat: Any) -> dict[str, Any]:
+        """View of every tensor of the box: "weights/…" for a whole tensor, "weights/…@4096" for a part of one."""
+        if self.is_whole:
+            return self.layout.by_name(flat)
+        rows = {"weights": self.weights(flat)}
+        rows["moment1"], rows["moment2"] = self.moments(flat)
+        return {
+            f"{kind}/{name}": row[start:stop] if shape is None else row[start:stop].reshape(shape)
+            for kind, row in rows.items()
+            for name, shape, start, stop in self._own_slots()
+        }
+
+    def _own_slots(self) -> Iterator[tuple[str, tuple[int, ...] | None, int, int]]:
+        """Name, shape (None for a part of a tensor) and place in a row, of each tensor that lies in the box."""
+        for part, each in self.layout.parts.items():
+            decayed, plain = self.stretches(part)
+            for slot in each.slots:
+                size = math.prod(slot.shape)
+                stretch = decayed if slot.start < each.decayed_stop else plain
+                first = max(slot.start, stretch.own.start)
+                stop = min(slot.start + size, stretch.own.stop)
+                if first >= stop:
+                    continue
+                start = stretch.place + first - stretch.own.start
+                name = each.prefix + slot.name
+                if stop - first == size:
+                    yield name, slot.shape, start, start + size
+                else:
+                    mark = f"{PART_MARK}{first - slot.start}"
+                    yield name + mark, None, start, start + stop - first
+
+    def gather(self, weights: Any, *, into: Any, group: Group, parts: tuple[str, ...]) -> None:
+        """Complete the weights of these models in the type in which they compute, from the boxes of the ranks that hold
+        the whole state together. A collective: all ranks of the group take part."""
+        shards = self.seat.shards
+        mine = replica_of(group.ranks[group.rank], shards=shards)
+        holders = [
+            seat_of(name, shards=shards).shard if replica_of(name, shards=shards) == mine else None
+            for name in group.ranks
+        ]
+        found = [shard for shard in holders if shard is not None]
+        if sorted(found) != list(range(shards)):
+            raise IntegrityError(
+                f"expected one rank for each of {shards} boxes among {', '.join(group.ranks)}, found boxes {found}"
+            )
+        for part in parts:
+            for stretch in self.stretches(part):
+                for first in range(0, stretch.width, max(ALIGNMENT, PIECE_ELEMENTS // shards)):
+                    self._gather_piece(stretch, first, weights, into=into, group=group, holders=holders)
+
+    def _gather_piece(
+        self,
+        stretch: Stretch,
+        first: int,
+        weights: Any,
+        *,
+        into: Any,
+        group: Group,
+        holders: list[int | None],
+    ) -> None:
+        """Exchange the elements from `first` on of every shard's part of a stretch."""
+        import torch  # No other framework cuts its state.
+
+        step = max(ALIGNMENT, PIECE_ELEMENTS // self.seat.shards)
+
+        def piece(shard: int | None) -> range:
+            return range(0) if shard is None else stretch.of_shard(shard)[first : first + step]
+
+        itemsize = into.element_size()
+        own = stretch.within(weights)[first : first + step].to(into.dtype).view(torch.uint8)
+        incoming = group.all_to_all(
+            own.repeat(sum(holder is not None for holder in holders)),
+            sent=[0 if holder is None else own.numel() for holder in holders],
+            received=[itemsize * len(piece(holder)) for holder in holders],
+            timeout_s=GATHER_TIMEOUT_S,
+        )
+        start = 0
+        for holder in holders:
+            where = piece(holder)
+            if where:
+                end = start + itemsize * len(where)
+                into[where.start : where.stop] = _typed(incoming[start:end], like=into)
+                start = end
+
+
+def _typed(content: Array, *, like: Array) -> Any:
+    """Bytes as elements. A copy: they may begin anywhere in a buffer."""
+    return content.clone().view(like.dtype)
