@@ -274,6 +274,7 @@ class StateSnapshots:
 
     def hold(self, counters: CopyCounters) -> tuple[Tensor, SlotHold]:
         """Keep the slot of an earlier state as it is until the hold is released; RefusedError if it is not there."""
+        self._add_third_slot()
         for index, slot in enumerate(self._snapshots.slots):
             header = slot.header
             if header is not None and _counters(header) == counters:

@@ -13,6 +13,7 @@ from torch import Tensor
 from kintsugi.checkpoint.manifest import MANIFEST_FILE, StoredFile, decode_manifest, encode_manifest
 from kintsugi.checkpoint.store import (
     Checkpoint,
+    is_trainer_file,
     latest,
     load_checkpoint,
     save_checkpoint,
@@ -130,6 +131,7 @@ def test_the_manifest_names_the_file_of_every_box(tmp_path: Path) -> None:
     assert sorted(name for name in contents.files if name.startswith("trainer-")) == boxes
     assert all(contents.files[name].pieces for name in boxes)
     assert json.loads((path / "trainer.json").read_bytes())["step"] == 3
+    assert [each.name for each in path.iterdir() if not is_trainer_file(each.name)] == ["config.json"]
 
 
 def test_a_checkpoint_without_one_of_its_boxes_is_passed_over(tmp_path: Path) -> None:
