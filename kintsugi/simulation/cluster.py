@@ -209,7 +209,7 @@ class SimulatedCluster:
     def _survives(self, step: int) -> str:
         """Return the holders of the state of a step, of each of its boxes: live ranks, or the memory of hosts. Empty if
         one of the boxes has no holder."""
-        holders = {}
+        holders: dict[str, str] = {}
         for host in self.hosts.values():
             for child in host.children.values():
                 if isinstance(child, SimulatedRank) and not child.stopped:

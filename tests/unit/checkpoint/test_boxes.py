@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from kintsugi.checkpoint.store import (
 )
 from kintsugi.errors import RefusedError, StorageError
 from kintsugi.model.seats import Seat
+from kintsugi.model.tensor_file import FileContent
 from kintsugi.training.boxes import Box
 from kintsugi.training.layout import ACTOR, Layout, LayoutPart
 
@@ -67,7 +68,7 @@ def save(
         box, live = box_of(shard, shards)
         return write_box(unfinished, seat=box.seat, state=box.by_name(live))
 
-    def model_files() -> object:
+    def model_files() -> Iterator[tuple[str, FileContent]]:
         if damage is not None:
             damage(others.folder)
         weights = stored_weights(others.folder, shapes=SHAPES)
