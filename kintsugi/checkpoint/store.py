@@ -115,6 +115,11 @@ def state_file(seat: Seat) -> str:
     return f"trainer-{seat.shard + 1:05d}-of-{seat.shards:05d}.safetensors"
 
 
+def is_trainer_file(name: str) -> bool:
+    """Whether a file of a checkpoint is no part of its Hugging Face folder."""
+    return name in (STATE_FILE, EXTRA_FILE, MANIFEST_FILE) or re.fullmatch(_BOX_FILE, name) is not None
+
+
 Report = Callable[[Path, str], None]
 OnBytes = Callable[[int], object]
 """Called with the size of every piece that was written or read; what it raises ends the save or the load."""

@@ -15,8 +15,7 @@ def export_checkpoint(folder: Path, *, to: Path | None = None, step: int | None 
 
     The default of `to` is `<run name>-step-<step>` in the current folder.
     """
-    from kintsugi.checkpoint.manifest import MANIFEST_FILE
-    from kintsugi.checkpoint.store import EXTRA_FILE, STATE_FILE
+    from kintsugi.checkpoint.store import is_trainer_file
 
     if to is None:
         number = max(reader.checkpoint_folders(folder), default=0) if step is None else step
@@ -24,8 +23,7 @@ def export_checkpoint(folder: Path, *, to: Path | None = None, step: int | None 
     if to.exists():
         raise UserError(f"--to: expected a folder that does not exist yet, found {to}")
     checkpoint = reader.chosen_checkpoint(folder, step=step)
-    trainer_files = {EXTRA_FILE, MANIFEST_FILE, STATE_FILE}
-    names = [path.name for path in checkpoint.iterdir() if path.name not in trainer_files]
+    names = [path.name for path in checkpoint.iterdir() if not is_trainer_file(path.name)]
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}-") as scratch:

@@ -31,7 +31,8 @@ ALIGNMENT = 64
 vector of the CPU, in another way."""
 PIECE_ELEMENTS = 64 << 20
 """Weights that are gathered at once, over all boxes."""
-GATHER_TIMEOUT_S = 60.0
+GATHER_TIMEOUT_S = 75.0
+"""Limit for one piece: a library may keep one of the ranks for a minute."""
 
 
 @dataclass(frozen=True)

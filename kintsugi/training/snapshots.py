@@ -273,6 +273,7 @@ class StateSnapshots:
 
     def hold(self, counters: CopyCounters) -> tuple[Array, SlotHold]:
         """Keep the slot of an earlier state as it is until the hold is released; RefusedError if it is not there."""
+        self._add_third_slot()
         for index, slot in enumerate(self._snapshots.slots):
             header = slot.header
             if header is not None and _counters(header) == counters:

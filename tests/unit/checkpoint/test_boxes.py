@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor
 from kintsugi.checkpoint.manifest import MANIFEST_FILE, StoredFile, decode_manifest, encode_manifest
 from kintsugi.checkpoint.store import (
     Checkpoint,
+    is_trainer_file,
     latest,
     load_checkpoint,
     save_checkpoint,
@@ -23,6 +24,7 @@ from kintsugi.checkpoint.store import (
 )
 from kintsugi.errors import RefusedError, StorageError
 from kintsugi.model.seats import Seat
+from kintsugi.model.tensor_file import FileContent
 from kintsugi.training.boxes import Box
 from kintsugi.training.layout import ACTOR, Layout, LayoutPart
 
@@ -66,7 +68,7 @@ def save(
         box, live = box_of(shard, shards)
         return write_box(unfinished, seat=box.seat, state=box.by_name(live))
 
-    def model_files() -> object:
+    def model_files() -> Iterator[tuple[str, FileContent]]:
         if damage is not None:
             damage(others.folder)
         weights = stored_weights(others.folder, shapes=SHAPES)
@@ -130,6 +132,7 @@ def test_the_manifest_names_the_file_of_every_box(tmp_path: Path) -> None:
     assert sorted(name for name in contents.files if name.startswith("trainer-")) == boxes
     assert all(contents.files[name].pieces for name in boxes)
     assert json.loads((path / "trainer.json").read_bytes())["step"] == 3
+    assert [each.name for each in path.iterdir() if not is_trainer_file(each.name)] == ["config.json"]
 
 
 def test_a_checkpoint_without_one_of_its_boxes_is_passed_over(tmp_path: Path) -> None:

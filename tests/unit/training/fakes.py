@@ -24,6 +24,7 @@ from kintsugi.config.schema import (
 from kintsugi.config.stages import stages
 from kintsugi.errors import ProcessDied, RefusedError, WorldError, fault_of
 from kintsugi.model.plan import plan_companions, plan_model
+from kintsugi.model.seats import seat_of
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.process.membership import ShuttingDown
 from kintsugi.process.shell import ReplyHandle
@@ -187,7 +188,11 @@ class Rank:
         self.shell = FakeShell(process)
         self.shell.peers["rollout-0"] = lambda body: holder(body, batch)
         self.state = TrainingState(
-            model, companions=plan_companions(config), process=process, segments=segments
+            model,
+            companions=plan_companions(config),
+            process=process,
+            segments=segments,
+            seat=seat_of(process, shards=config.actor.layout.shards),
         )
         self.num_renewed = 0
         self.saves_beside = False

@@ -1,0 +1,127 @@
+"""A rank that saves a cut state has the other boxes written by ranks that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from kintsugi.checkpoint.store import latest, load_checkpoint
+from kintsugi.config.schema import ActorSection, Config, LayoutSection
+from kintsugi.errors import ProcessDied, RefusedError
+from kintsugi.model import huggingface
+from kintsugi.protocol.membership import Failed
+from kintsugi.protocol.messages import Body
+from kintsugi.protocol.recovery import StateFetched
+from kintsugi.protocol.training import PieceSaved, Save, Saved, SavePiece, StartStage
+from kintsugi.transport import Reply
+from kintsugi.types import WeightManifest
+from tests.unit.training.fakes import CONFIG, Rank
+
+
+def config_of(ranks: int, shards: int) -> Config:
+    actor = ActorSection(workers=ranks, logical_shards=4, layout=LayoutSection(shards=shards))
+    return msgspec.structs.replace(CONFIG, actor=actor)
+
+
+def ranks_of(ranks: int, shards: int) -> list[Rank]:
+    """Ranks that have begun the first stage; the first one reaches the others."""
+    config = config_of(ranks, shards)
+    found = [Rank(f"model-{index}", config=config) for index in range(ranks)]
+    for rank in found:
+        rank.put(StartStage("warmup", 0))
+    for rank in found[1:]:
+        found[0].shell.peers[rank.shell.process] = writer(rank)
+    return found
+
+
+def writer(rank: Rank) -> Callable[[Body], Reply]:
+    def answer(body: Body) -> Reply:
+        rank.put(body)
+        for thread in rank.worker._box_saver.threads:
+            thread.join(10)
+        reply = rank.shell.replies[-1]
+        if isinstance(reply, Failed):
+            raise RefusedError(reply.fault.message)
+        return Reply(reply)
+
+    return answer
+
+
+def test_the_boxes_of_two_ranks_make_the_checkpoint_of_one(tmp_path: Path) -> None:
+    first, _ = ranks_of(2, 2)
+    (whole,) = ranks_of(1, 1)
+    saved = first.ask(Save(0, "warmup", str(tmp_path / "cut")))
+    assert isinstance(saved, Saved), saved
+    twin = whole.ask(Save(0, "warmup", str(tmp_path / "whole")))
+    assert isinstance(twin, Saved), twin
+    ours, theirs = huggingface.load(Path(saved.path)), huggingface.load(Path(twin.path))
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(dict(ours.named_parameters())[name], parameter), name
+    stored, extra = load_checkpoint(Path(saved.path))
+    _, expected = load_checkpoint(Path(twin.path))
+    assert extra == expected
+    tensors = {name: torch.empty_like(tensor) for name, tensor in whole.state.snapshot_tensors().items()}
+    stored.read(tensors)
+    assert all(torch.equal(tensors[name], each) for name, each in whole.state.snapshot_tensors().items())
+
+
+def test_a_box_whose_rank_is_gone_is_written_by_its_replica(tmp_path: Path) -> None:
+    ranks = ranks_of(4, 2)
+
+    def gone(body: Body) -> Reply:
+        raise ProcessDied("model-1 is gone")
+
+    ranks[0].shell.peers["model-1"] = gone
+    saved = ranks[0].ask(Save(0, "warmup", str(tmp_path)))
+    assert isinstance(saved, Saved), saved
+    assert [process for process, body in ranks[0].shell.asked if isinstance(body, SavePiece)] == [
+        "model-1",
+        "model-3",
+    ]
+    load_checkpoint(Path(saved.path))
+
+
+def test_a_save_without_a_writer_for_a_box_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    first, second = ranks_of(2, 2)
+    second.state.begin_update()
+    second.state.end_update(1)
+    second.state.commit(1)
+    second.state.begin_update()
+    second.state.end_update(2)
+    second.state.commit(2)
+    refusal = first.refusal(Save(0, "warmup", str(tmp_path)))
+    assert refusal.startswith("RefusedError: no rank has written box 1/2 of step 0: model-1: ")
+    assert "no snapshot of step 0" in refusal
+    assert latest(tmp_path) is None
+    assert not list(tmp_path.glob(".saving-*"))
+
+
+def test_a_rank_that_has_gone_on_still_writes_the_step_before_the_last(tmp_path: Path) -> None:
+    first, second = ranks_of(2, 2)
+    second.state.begin_update()
+    second.state.end_update(1)
+    second.state.commit(1)
+    assert isinstance(first.ask(Save(0, "warmup", str(tmp_path))), Saved)
+
+
+def test_a_rank_writes_no_other_box_than_its_own(tmp_path: Path) -> None:
+    _, second = ranks_of(2, 2)
+    state = StateFetched(WeightManifest(0, 0, (), 0, ""), "warmup", 0, 0, box="0/2")
+    assert "this rank holds box '1/2', not '0/2'" in second.refusal(SavePiece(str(tmp_path), state))
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_what_is_written_is_named_by_its_box(tmp_path: Path, shards: int) -> None:
+    ranks = ranks_of(shards, shards)
+    counters = ranks[-1].state.committed_counters
+    box = f"{shards - 1}/{shards}"
+    state = StateFetched(
+        WeightManifest(0, 0, (), 0, ""), counters.stage, 0, 0, reference=counters.reference, box=box
+    )
+    reply = writer(ranks[-1])(SavePiece(str(tmp_path), state)).expect(PieceSaved)
+    assert reply.name == f"trainer-{shards:05d}-of-{shards:05d}.safetensors"
+    assert (tmp_path / reply.name).stat().st_size == reply.size
