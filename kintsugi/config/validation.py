@@ -149,6 +149,7 @@ _RULES: dict[str, Rule] = {
     "cluster.slurm.nodes": _POSITIVE,
     "cluster.slurm.spare_nodes": _NOT_NEGATIVE,
     "cluster.slurm.stop_before_s": _POSITIVE,
+    "cluster.slurm.time_limit_min": _NOT_NEGATIVE,
     "cluster.bandwidth.samples": _POSITIVE,
     "cluster.bandwidth.copies": _POSITIVE,
 }

@@ -156,7 +156,7 @@ def test_a_run_that_reaches_its_time_limit_is_queued_again_and_resumes_by_itself
 ) -> None:
     """The limit is cut while the run runs, since limits are in minutes."""
     command, run_dir = start(
-        cluster, "limited", "cluster.slurm.time_limit=60", "cluster.slurm.stop_before_s=60"
+        cluster, "limited", "cluster.slurm.time_limit_min=60", "cluster.slurm.stop_before_s=60"
     )
     wait_for_step(run_dir, 2, command)
     (job,) = [line.split()[0] for line in cluster.jobs()]
@@ -191,7 +191,7 @@ def test_a_drained_node_is_left_between_two_steps_and_the_run_goes_on(
 
 
 REFUSED = {
-    "more nodes than there are": (("--nodes", "9"), (), "Slurm refused"),
+    "more nodes than there are": (("--nodes", "9"), (), "PartitionNodeLimit"),
     "a partition that does not exist": (("--nodes", "2", "--partition", "nowhere"), (), "invalid partition"),
     "more nodes than the partition gives to one job": (
         ("--nodes", "2", "--partition", "small"),
@@ -200,7 +200,7 @@ REFUSED = {
     ),
     "a longer time than the partition gives": (
         ("--nodes", "1", "--partition", "small"),
-        ("cluster.slurm.time_limit=600",),
+        ("cluster.slurm.time_limit_min=600",),
         "PartitionTimeLimit",
     ),
     "resources that no node has": (
