@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from kintsugi.protocol.agents import StartProcess
 from kintsugi.run_folder.reader import read_summary
 from kintsugi.telemetry.events import Alert, read_events
 from kintsugi.telemetry.process_reports import read_processes
+from kintsugi.types import Role
 from tests.cluster import slurm_cluster
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.tiny_runs import until
 from tests.docs.pages import ROOT, blocks_of
 
+PROGRAMS = Path(__file__).with_name("programs")
 RECIPE = Path(__file__).with_name("recipe.yaml")
 LONGEST_S = 600.0
 """A run takes half a minute; this only bounds a broken one, also on a busy machine."""
@@ -109,6 +117,76 @@ def live_pids(run_dir: Path) -> dict[str, tuple[str, int]]:
     return {each.process: (each.host, each.pid) for each in reports.processes if each.status == "live"}
 
 
+def happened(run_dir: Path) -> list[list[Any]]:
+    """What the fake master has noted."""
+    path = run_dir / "master-0.happened.json"
+    noted: list[list[Any]] = json.loads(path.read_text()) if path.exists() else []
+    return noted
+
+
+def registrations(run_dir: Path, agent: str) -> int:
+    return sum(event[:2] == ["registered", agent] for event in happened(run_dir))
+
+
+def alerts(run_dir: Path) -> list[tuple[float, str]]:
+    """Wall clock and text of the alerts of the host manager."""
+    found = read_events(run_dir, process="host_manager-0")
+    return [(record.stamp.time, record.event.message) for record in found if isinstance(record.event, Alert)]
+
+
+def test_a_killed_slurmd_with_its_step_is_noticed_within_ten_seconds_and_the_node_gets_a_new_step(
+    cluster: SlurmCluster, all_idle: None
+) -> None:
+    """With tiny programs in place of ranks and servers: the hosts are real, the run is not."""
+    run_dir = cluster.runs / "tiny"
+    run_dir.mkdir()
+    table = {"entries": {Role.MASTER: "cluster_programs:master", Role.MODEL: "cluster_programs:idle"}}
+    models = [StartProcess(f"model-{index}", Role.MODEL, "1.1") for index in range(3)]
+    starts = {f"agent-{index + 1}": (model,) for index, model in enumerate(models)}
+    for name, content in (
+        ("orders", {"starts": starts, "exit_code": None, "kill_itself": False}),
+        ("programs", {**table, "preload": (), "forked": [Role.MODEL]}),
+    ):
+        (run_dir / f"{name}.json").write_bytes(msgspec.json.encode(content))
+    command = cluster.start(
+        program=(
+            *("salloc", "--quiet", "--nodes=3", "--no-kill", "--exclusive"),
+            *(sys.executable, str(PROGRAMS / "slurm_launcher.py"), str(run_dir)),
+        ),
+        PYTHONPATH=f"{ROOT}:{PROGRAMS}",
+    )
+
+    def is_complete() -> bool:
+        assert command.poll() is None, command.communicate()
+        return ["complete"] in happened(run_dir)
+
+    until(is_complete, "three nodes", timeout_s=LONGEST_S)
+    there = cluster.processes_of("n1") | cluster.processes_of("n3")
+    others = {pid for pid, text in there.items() if "kintsugi" in text}
+    assert others
+    since = time.time()
+    killed = cluster.kill_slurmd_and_steps("n2")
+    assert any("slurmd" in each for each in killed) and any("--join" in each for each in killed)
+    until(lambda: alerts(run_dir), "the loss of host-2 to be noticed", timeout_s=LONGEST_S)
+    (lost_at, said), *_ = alerts(run_dir)
+    sys.stdout.write(f"noticed after s: {lost_at - since:.1f}\n")
+    assert said.startswith("host-2 (n2, 10.77.0.12) is lost: its connection was closed")
+    cluster.start_slurmd("n2")
+    until(lambda: registrations(run_dir, "agent-2") == 2, "a new step on n2", timeout_s=LONGEST_S)
+    sys.stdout.write(f"joined again after s: {time.time() - since:.1f}\n")
+    now = cluster.processes_of("n1") | cluster.processes_of("n3")
+    assert others <= now.keys(), "the other nodes keep their processes"
+    assert [line.split()[1] for line in cluster.jobs()] == ["RUNNING"]
+    (launcher,) = [
+        pid for pid, text in cluster.pids().items() if "slurm_launcher.py" in text and "salloc" not in text
+    ]
+    os.kill(launcher, signal.SIGTERM)
+    _, errors = command.communicate(timeout=LONGEST_S)
+    assert command.returncode == 0, errors
+    cluster.assert_nothing_left()
+    assert lost_at - since < 10.0
+
+
 def test_three_nodes_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any(
     cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
 ) -> None:
@@ -121,10 +199,7 @@ def test_three_nodes_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any(
 
 
 def test_a_killed_slurmd_with_its_step_is_replaced_by_the_spare_node_within_ten_seconds(
-    cluster: SlurmCluster,
-    all_idle: None,
-    weights_of_one_machine: str,
-    record_property: Callable[[str, object], None],
+    cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
 ) -> None:
     command, run_dir = start(cluster, "killed", "cluster.slurm.spare_nodes=1")
     wait_for_step(run_dir, 2, command)
@@ -138,8 +213,8 @@ def test_a_killed_slurmd_with_its_step_is_replaced_by_the_spare_node_within_ten_
     until(lambda: num_steps(run_dir) > steps, "the next step", timeout_s=LONGEST_S)
     took_s = time.monotonic() - since
     after = live_pids(run_dir)
-    record_property("loss known after s", f"{known_s:.1f}")
-    record_property("next step after s", f"{took_s:.1f}")
+    sys.stdout.write(f"loss known after s: {known_s:.1f}\n")
+    sys.stdout.write(f"next step after s: {took_s:.1f}\n")
     moved = [process for process, (host, _) in before.items() if host == "host-1" and "agent" not in process]
     assert moved and all(after[process][0] == "host-3" for process in moved)
     kept = {process: where for process, where in before.items() if where[0] != "host-1"}
