@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,8 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from kintsugi.cli.slurm import job_script
+from kintsugi.config.schema import ClusterSection, Config, SlurmSection
 from kintsugi.protocol.agents import StartProcess
 from kintsugi.run_folder.reader import read_summary
+from kintsugi.run_folder.summary import Summary
 from kintsugi.telemetry.events import Alert, read_events
 from kintsugi.telemetry.process_reports import read_processes
 from kintsugi.types import Role
@@ -185,6 +189,53 @@ def test_a_killed_slurmd_with_its_step_is_noticed_within_ten_seconds_and_the_nod
     assert command.returncode == 0, errors
     cluster.assert_nothing_left()
     assert lost_at - since < 10.0
+
+
+def test_the_warning_before_the_time_limit_reaches_the_script_alone_and_the_job_starts_again(
+    cluster: SlurmCluster, all_idle: None
+) -> None:
+    run_dir = cluster.runs / "warned"
+    (run_dir / "logs").mkdir(parents=True)
+    slurm = SlurmSection(nodes=2, time_limit_min=2, stop_before_s=60)
+    config = Config(name="warned", cluster=ClusterSection(on="slurm", slurm=slurm))
+    stopped = Summary(
+        outcome="stopped",
+        name="warned",
+        seed=0,
+        run_dir=str(run_dir),
+        steps=1,
+        wall_s=1.0,
+        samples_trained=0,
+        tokens_generated=0,
+        tokens_trained=0,
+        reward_first=None,
+        reward_last=None,
+        eval_accuracy_before=None,
+        eval_accuracy_after=None,
+        weights_sha256="",
+        weight_version=1,
+        processes={},
+        timing={},
+        logprob_abs_diff_mean=None,
+    )
+    (run_dir / "stopped.json").write_bytes(msgspec.json.encode(stopped))
+    *lines, _ = job_script(config, run_dir=run_dir).splitlines()
+    body = [
+        sys.executable,
+        str(PROGRAMS / "slurm_job_script.py"),
+        str(run_dir),
+        str(run_dir / "stopped.json"),
+    ]
+    script = run_dir / "slurm_job.sh"
+    script.write_text("\n".join([*lines, f"exec {shlex.join(body)}\n"]))
+    submitted = cluster.start("--parsable", str(script), program=("sbatch",))
+    job, errors = submitted.communicate(timeout=LONGEST_S)
+    assert submitted.returncode == 0, errors
+    noted = run_dir / "noted.txt"
+    until(lambda: noted.exists() and "started 1" in noted.read_text(), "the job again", timeout_s=LONGEST_S)
+    assert noted.read_text().splitlines() == ["started 0", "asked to stop, 2 children live", "started 1"]
+    assert "Restarts=1" in cluster.slurm("scontrol", "show", "job", job.strip())
+    cluster.assert_nothing_left()
 
 
 def test_three_nodes_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any(
