@@ -23,6 +23,7 @@ from kintsugi.run_folder.reader import read_summary
 from kintsugi.run_folder.summary import Summary
 from kintsugi.telemetry.events import Alert, read_events
 from kintsugi.telemetry.process_reports import read_processes
+from kintsugi.telemetry.verdict_files import read_notices
 from kintsugi.types import Role
 from tests.cluster import slurm_cluster
 from tests.cluster.slurm_cluster import SlurmCluster
@@ -138,11 +139,9 @@ def alerts(run_dir: Path) -> list[tuple[float, str]]:
     return [(record.stamp.time, record.event.message) for record in found if isinstance(record.event, Alert)]
 
 
-def test_a_killed_slurmd_with_its_step_is_noticed_within_ten_seconds_and_the_node_gets_a_new_step(
-    cluster: SlurmCluster, all_idle: None
-) -> None:
-    """With tiny programs in place of ranks and servers: the hosts are real, the run is not."""
-    run_dir = cluster.runs / "tiny"
+def start_tiny(cluster: SlurmCluster, name: str) -> tuple[subprocess.Popen[str], Path]:
+    """A run of tiny programs in place of ranks and servers on three nodes of an allocation: the hosts are real."""
+    run_dir = cluster.runs / name
     run_dir.mkdir()
     table = {"entries": {Role.MASTER: "cluster_programs:master", Role.MODEL: "cluster_programs:idle"}}
     models = [StartProcess(f"model-{index}", Role.MODEL, "1.1") for index in range(3)]
@@ -165,6 +164,23 @@ def test_a_killed_slurmd_with_its_step_is_noticed_within_ten_seconds_and_the_nod
         return ["complete"] in happened(run_dir)
 
     until(is_complete, "three nodes", timeout_s=LONGEST_S)
+    return command, run_dir
+
+
+def stop_tiny(cluster: SlurmCluster, command: subprocess.Popen[str]) -> None:
+    (launcher,) = [
+        pid for pid, text in cluster.pids().items() if "slurm_launcher.py" in text and "salloc" not in text
+    ]
+    os.kill(launcher, signal.SIGTERM)
+    _, errors = command.communicate(timeout=LONGEST_S)
+    assert command.returncode == 0, errors
+    cluster.assert_nothing_left()
+
+
+def test_a_killed_slurmd_with_its_step_is_noticed_within_ten_seconds_and_the_node_gets_a_new_step(
+    cluster: SlurmCluster, all_idle: None
+) -> None:
+    command, run_dir = start_tiny(cluster, "tiny")
     there = cluster.processes_of("n1") | cluster.processes_of("n3")
     others = {pid for pid, text in there.items() if "kintsugi" in text}
     assert others
@@ -181,14 +197,33 @@ def test_a_killed_slurmd_with_its_step_is_noticed_within_ten_seconds_and_the_nod
     now = cluster.processes_of("n1") | cluster.processes_of("n3")
     assert others <= now.keys(), "the other nodes keep their processes"
     assert [line.split()[1] for line in cluster.jobs()] == ["RUNNING"]
-    (launcher,) = [
-        pid for pid, text in cluster.pids().items() if "slurm_launcher.py" in text and "salloc" not in text
-    ]
-    os.kill(launcher, signal.SIGTERM)
-    _, errors = command.communicate(timeout=LONGEST_S)
-    assert command.returncode == 0, errors
-    cluster.assert_nothing_left()
+    stop_tiny(cluster, command)
     assert lost_at - since < 10.0
+
+
+def test_a_drained_node_is_given_up_once_the_master_has_moved_its_processes(
+    cluster: SlurmCluster, all_idle: None
+) -> None:
+    """The fake master moves nothing; the test takes the notice away, as a master does that has."""
+    command, run_dir = start_tiny(cluster, "leaving")
+    cluster.slurm("scontrol", "update", "nodename=n3", "state=drain", "reason=test")
+    until(lambda: alerts(run_dir), "the drain to be noticed", timeout_s=LONGEST_S)
+    assert [said for _, said in alerts(run_dir)] == [
+        "host-3 (n3, 10.77.0.13) is to be left: n3 is being drained"
+    ]
+    ((path, notice),) = read_notices(run_dir)
+    assert (notice.agent, notice.leaves) == ("agent-3", True)
+    assert "cluster.agent agent-3 " in " ".join(cluster.processes_of("n3").values())
+    path.unlink()
+    until(lambda: len(alerts(run_dir)) > 1, "the host to be given up", timeout_s=LONGEST_S)
+    assert alerts(run_dir)[1][1] == "host-3 (n3, 10.77.0.13) is lost: n3 is being drained"
+    until(
+        lambda: not any("kintsugi" in text for text in cluster.processes_of("n3").values()),
+        "the end of its processes",
+        timeout_s=LONGEST_S,
+    )
+    assert read_notices(run_dir) == [], "the master is not told twice"
+    stop_tiny(cluster, command)
 
 
 def test_the_warning_before_the_time_limit_reaches_the_script_alone_and_the_job_starts_again(
