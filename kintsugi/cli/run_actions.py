@@ -100,7 +100,7 @@ CHANGEABLE = (
     "cluster.slurm.nodes",
     "cluster.slurm.spare_nodes",
     "cluster.slurm.partition",
-    "cluster.slurm.time_limit",
+    "cluster.slurm.time_limit_min",
     "cluster.slurm.stop_before_s",
     "cluster.slurm.options",
 )

@@ -152,7 +152,7 @@ def job_script(config: Config, *, run_dir: Path) -> str:
         f"--output={run.log_file(ENGINE)}",
         f"--signal=B:USR1@{slurm.stop_before_s}",
         *([f"--partition={slurm.partition}"] if slurm.partition else []),
-        *([f"--time={slurm.time_limit}"] if slurm.time_limit else []),
+        *([f"--time={slurm.time_limit_min}"] if slurm.time_limit_min else []),
         *slurm.options,
     ]
     lines = "".join(f"#SBATCH {shlex.quote(option)}\n" for option in options)

@@ -406,9 +406,9 @@ class HostManager:
 
     def _leave(self, record: HostRecord, why: str) -> None:
         """Have the master move the processes of a host between two steps; then the host is given up."""
-        self._log.emit(Alert(f"{self._named(record.host)} is to be left: {why}"))
         if (notice := self._tell_master(record, why, leaves=True)) is not None:
             self._leaving[record.host] = notice, why
+        self._log.emit(Alert(f"{self._named(record.host)} is to be left: {why}"))
 
     def _tell_master(self, record: HostRecord, why: str, *, leaves: bool = False) -> Path | None:
         """Tell the master what it would only know by the silence of the host."""
@@ -427,9 +427,10 @@ class HostManager:
             self._set_phase(record, HostPhase.ENDED)
             return
         named = self._named(record.host)
+        has_left = self._leaving.pop(record.host, None) is not None
         if not record.was_ready:
             self._report(HostFailed(named, why))
-        elif self._leaving.pop(record.host, None) is None:
+        elif record.phase in (HostPhase.JOINED, HostPhase.READY) and not has_left:
             self._tell_master(record, why)
         record.num_losses += 1
         record.public_key = b""

@@ -494,8 +494,8 @@ class SlurmSection(_Section, frozen=True):
     """Further nodes, on which no process is placed until another node is lost."""
     partition: str = ""
     """Partition. Empty: the default one of the site."""
-    time_limit: str = ""
-    """Time limit as sbatch reads it, as `4:00:00`. Empty: that of the partition."""
+    time_limit_min: int = 0
+    """Time limit in minutes. 0: that of the partition."""
     stop_before_s: int = 180
     """Time before the limit at which the run stops after its step, with a checkpoint, and is queued again. Slurm's
     warning may come half a minute later than asked for."""

@@ -152,6 +152,7 @@ _RULES: dict[str, Rule] = {
     "cluster.slurm.nodes": _POSITIVE,
     "cluster.slurm.spare_nodes": _NOT_NEGATIVE,
     "cluster.slurm.stop_before_s": _POSITIVE,
+    "cluster.slurm.time_limit_min": _NOT_NEGATIVE,
     "cluster.ray.nodes": _NOT_NEGATIVE,
     "cluster.ray.cpus": _NOT_NEGATIVE,
     "cluster.ray.gpus": _NOT_NEGATIVE,

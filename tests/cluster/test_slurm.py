@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from kintsugi.cli.slurm import job_script
+from kintsugi.config.schema import ClusterSection, Config, SlurmSection
+from kintsugi.protocol.agents import StartProcess
 from kintsugi.run_folder.reader import read_summary
+from kintsugi.run_folder.summary import Summary
 from kintsugi.telemetry.events import Alert, read_events
 from kintsugi.telemetry.process_reports import read_processes
+from kintsugi.telemetry.verdict_files import read_notices
+from kintsugi.types import Role
 from tests.cluster import slurm_cluster
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.tiny_runs import until
 from tests.docs.pages import ROOT, blocks_of
 
+PROGRAMS = Path(__file__).with_name("programs")
 RECIPE = Path(__file__).with_name("recipe.yaml")
 LONGEST_S = 600.0
 """A run takes half a minute; this only bounds a broken one, also on a busy machine."""
@@ -109,6 +122,157 @@ def live_pids(run_dir: Path) -> dict[str, tuple[str, int]]:
     return {each.process: (each.host, each.pid) for each in reports.processes if each.status == "live"}
 
 
+def happened(run_dir: Path) -> list[list[Any]]:
+    """What the fake master has noted."""
+    path = run_dir / "master-0.happened.json"
+    noted: list[list[Any]] = json.loads(path.read_text()) if path.exists() else []
+    return noted
+
+
+def registrations(run_dir: Path, agent: str) -> int:
+    return sum(event[:2] == ["registered", agent] for event in happened(run_dir))
+
+
+def alerts(run_dir: Path) -> list[tuple[float, str]]:
+    """Wall clock and text of the alerts of the host manager."""
+    found = read_events(run_dir, process="host_manager-0")
+    return [(record.stamp.time, record.event.message) for record in found if isinstance(record.event, Alert)]
+
+
+def start_tiny(cluster: SlurmCluster, name: str) -> tuple[subprocess.Popen[str], Path]:
+    """A run of tiny programs in place of ranks and servers on three nodes of an allocation: the hosts are real."""
+    run_dir = cluster.runs / name
+    run_dir.mkdir()
+    table = {"entries": {Role.MASTER: "cluster_programs:master", Role.MODEL: "cluster_programs:idle"}}
+    models = [StartProcess(f"model-{index}", Role.MODEL, "1.1") for index in range(3)]
+    starts = {f"agent-{index + 1}": (model,) for index, model in enumerate(models)}
+    for name, content in (
+        ("orders", {"starts": starts, "exit_code": None, "kill_itself": False}),
+        ("programs", {**table, "preload": (), "forked": [Role.MODEL]}),
+    ):
+        (run_dir / f"{name}.json").write_bytes(msgspec.json.encode(content))
+    command = cluster.start(
+        program=(
+            *("salloc", "--quiet", "--nodes=3", "--no-kill", "--exclusive"),
+            *(sys.executable, str(PROGRAMS / "slurm_launcher.py"), str(run_dir)),
+        ),
+        PYTHONPATH=f"{ROOT}:{PROGRAMS}",
+    )
+
+    def is_complete() -> bool:
+        assert command.poll() is None, command.communicate()
+        return ["complete"] in happened(run_dir)
+
+    until(is_complete, "three nodes", timeout_s=LONGEST_S)
+    return command, run_dir
+
+
+def stop_tiny(cluster: SlurmCluster, command: subprocess.Popen[str]) -> None:
+    (launcher,) = [
+        pid for pid, text in cluster.pids().items() if "slurm_launcher.py" in text and "salloc" not in text
+    ]
+    os.kill(launcher, signal.SIGTERM)
+    _, errors = command.communicate(timeout=LONGEST_S)
+    assert command.returncode == 0, errors
+    cluster.assert_nothing_left()
+
+
+def test_a_killed_slurmd_with_its_step_is_noticed_within_ten_seconds_and_the_node_gets_a_new_step(
+    cluster: SlurmCluster, all_idle: None
+) -> None:
+    command, run_dir = start_tiny(cluster, "tiny")
+    there = cluster.processes_of("n1") | cluster.processes_of("n3")
+    others = {pid for pid, text in there.items() if "kintsugi" in text}
+    assert others
+    since = time.time()
+    killed = cluster.kill_slurmd_and_steps("n2")
+    assert any("slurmd" in each for each in killed) and any("--join" in each for each in killed)
+    until(lambda: alerts(run_dir), "the loss of host-2 to be noticed", timeout_s=LONGEST_S)
+    (lost_at, said), *_ = alerts(run_dir)
+    sys.stdout.write(f"noticed after s: {lost_at - since:.1f}\n")
+    assert said.startswith("host-2 (n2, 10.77.0.12) is lost: its connection was closed")
+    cluster.start_slurmd("n2")
+    until(lambda: registrations(run_dir, "agent-2") == 2, "a new step on n2", timeout_s=LONGEST_S)
+    sys.stdout.write(f"joined again after s: {time.time() - since:.1f}\n")
+    now = cluster.processes_of("n1") | cluster.processes_of("n3")
+    assert others <= now.keys(), "the other nodes keep their processes"
+    assert [line.split()[1] for line in cluster.jobs()] == ["RUNNING"]
+    stop_tiny(cluster, command)
+    assert lost_at - since < 10.0
+
+
+def test_a_drained_node_is_given_up_once_the_master_has_moved_its_processes(
+    cluster: SlurmCluster, all_idle: None
+) -> None:
+    """The fake master moves nothing; the test takes the notice away, as a master does that has."""
+    command, run_dir = start_tiny(cluster, "leaving")
+    cluster.slurm("scontrol", "update", "nodename=n3", "state=drain", "reason=test")
+    until(lambda: alerts(run_dir), "the drain to be noticed", timeout_s=LONGEST_S)
+    assert [said for _, said in alerts(run_dir)] == [
+        "host-3 (n3, 10.77.0.13) is to be left: n3 is being drained"
+    ]
+    ((path, notice),) = read_notices(run_dir)
+    assert (notice.agent, notice.leaves) == ("agent-3", True)
+    assert "cluster.agent agent-3 " in " ".join(cluster.processes_of("n3").values())
+    path.unlink()
+    until(lambda: len(alerts(run_dir)) > 1, "the host to be given up", timeout_s=LONGEST_S)
+    assert alerts(run_dir)[1][1] == "host-3 (n3, 10.77.0.13) is lost: n3 is being drained"
+    until(
+        lambda: not any("kintsugi" in text for text in cluster.processes_of("n3").values()),
+        "the end of its processes",
+        timeout_s=LONGEST_S,
+    )
+    assert read_notices(run_dir) == [], "the master is not told twice"
+    stop_tiny(cluster, command)
+
+
+def test_the_warning_before_the_time_limit_reaches_the_script_alone_and_the_job_starts_again(
+    cluster: SlurmCluster, all_idle: None
+) -> None:
+    run_dir = cluster.runs / "warned"
+    (run_dir / "logs").mkdir(parents=True)
+    slurm = SlurmSection(nodes=2, time_limit_min=2, stop_before_s=60)
+    config = Config(name="warned", cluster=ClusterSection(on="slurm", slurm=slurm))
+    stopped = Summary(
+        outcome="stopped",
+        name="warned",
+        seed=0,
+        run_dir=str(run_dir),
+        steps=1,
+        wall_s=1.0,
+        samples_trained=0,
+        tokens_generated=0,
+        tokens_trained=0,
+        reward_first=None,
+        reward_last=None,
+        eval_accuracy_before=None,
+        eval_accuracy_after=None,
+        weights_sha256="",
+        weight_version=1,
+        processes={},
+        timing={},
+        logprob_abs_diff_mean=None,
+    )
+    (run_dir / "stopped.json").write_bytes(msgspec.json.encode(stopped))
+    *lines, _ = job_script(config, run_dir=run_dir).splitlines()
+    body = [
+        sys.executable,
+        str(PROGRAMS / "slurm_job_script.py"),
+        str(run_dir),
+        str(run_dir / "stopped.json"),
+    ]
+    script = run_dir / "slurm_job.sh"
+    script.write_text("\n".join([*lines, f"exec {shlex.join(body)}\n"]))
+    submitted = cluster.start("--parsable", str(script), program=("sbatch",))
+    job, errors = submitted.communicate(timeout=LONGEST_S)
+    assert submitted.returncode == 0, errors
+    noted = run_dir / "noted.txt"
+    until(lambda: noted.exists() and "started 1" in noted.read_text(), "the job again", timeout_s=LONGEST_S)
+    assert noted.read_text().splitlines() == ["started 0", "asked to stop, 2 children live", "started 1"]
+    assert "Restarts=1" in cluster.slurm("scontrol", "show", "job", job.strip())
+    cluster.assert_nothing_left()
+
+
 def test_three_nodes_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any(
     cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
 ) -> None:
@@ -121,10 +285,7 @@ def test_three_nodes_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any(
 
 
 def test_a_killed_slurmd_with_its_step_is_replaced_by_the_spare_node_within_ten_seconds(
-    cluster: SlurmCluster,
-    all_idle: None,
-    weights_of_one_machine: str,
-    record_property: Callable[[str, object], None],
+    cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
 ) -> None:
     command, run_dir = start(cluster, "killed", "cluster.slurm.spare_nodes=1")
     wait_for_step(run_dir, 2, command)
@@ -138,8 +299,8 @@ def test_a_killed_slurmd_with_its_step_is_replaced_by_the_spare_node_within_ten_
     until(lambda: num_steps(run_dir) > steps, "the next step", timeout_s=LONGEST_S)
     took_s = time.monotonic() - since
     after = live_pids(run_dir)
-    record_property("loss known after s", f"{known_s:.1f}")
-    record_property("next step after s", f"{took_s:.1f}")
+    sys.stdout.write(f"loss known after s: {known_s:.1f}\n")
+    sys.stdout.write(f"next step after s: {took_s:.1f}\n")
     moved = [process for process, (host, _) in before.items() if host == "host-1" and "agent" not in process]
     assert moved and all(after[process][0] == "host-3" for process in moved)
     kept = {process: where for process, where in before.items() if where[0] != "host-1"}
@@ -156,7 +317,7 @@ def test_a_run_that_reaches_its_time_limit_is_queued_again_and_resumes_by_itself
 ) -> None:
     """The limit is cut while the run runs, since limits are in minutes."""
     command, run_dir = start(
-        cluster, "limited", "cluster.slurm.time_limit=60", "cluster.slurm.stop_before_s=60"
+        cluster, "limited", "cluster.slurm.time_limit_min=60", "cluster.slurm.stop_before_s=60"
     )
     wait_for_step(run_dir, 2, command)
     (job,) = [line.split()[0] for line in cluster.jobs()]
@@ -191,7 +352,7 @@ def test_a_drained_node_is_left_between_two_steps_and_the_run_goes_on(
 
 
 REFUSED = {
-    "more nodes than there are": (("--nodes", "9"), (), "Slurm refused"),
+    "more nodes than there are": (("--nodes", "9"), (), "PartitionNodeLimit"),
     "a partition that does not exist": (("--nodes", "2", "--partition", "nowhere"), (), "invalid partition"),
     "more nodes than the partition gives to one job": (
         ("--nodes", "2", "--partition", "small"),
@@ -200,7 +361,7 @@ REFUSED = {
     ),
     "a longer time than the partition gives": (
         ("--nodes", "1", "--partition", "small"),
-        ("cluster.slurm.time_limit=600",),
+        ("cluster.slurm.time_limit_min=600",),
         "PartitionTimeLimit",
     ),
     "resources that no node has": (

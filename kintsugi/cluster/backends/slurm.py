@@ -270,8 +270,8 @@ class SlurmBackend:
         """Node → its starts that failed, since the last that did not."""
         self._told: set[str] = {node.name for node in self._nodes if node.is_leaving}
         """Nodes that were told to leave."""
-        self._closing: list[tuple[EngineCommand, float]] = []
-        """Client commands that end by themselves, each with the time at which it is killed."""
+        self._closing: list[tuple[EngineCommand, float, str]] = []
+        """Client commands that end by themselves, each with the time at which it is killed, and with its step."""
         self._look: EngineCommand | None = None
         self._look_at = clock.monotonic() + LOOK_S
         self._look_until = 0.0
@@ -310,11 +310,14 @@ class SlurmBackend:
         now = self._clock.monotonic()
         for host, step in list(self._steps.items()):
             self._check(host, step, now)
-        for command, until in list(self._closing):
+        for closing in list(self._closing):
+            command, until, name = closing
             if command.ended or now >= until:
+                if name and not command.ended:
+                    self._client("scancel", "--signal=KILL", name)
                 command.end(number=signal.SIGKILL)
                 command.close(timeout_s=CLOSE_S)
-                self._closing.remove((command, until))
+                self._closing.remove(closing)
         self._look_at_nodes(now)
         events, self._events = self._events, []
         return events
@@ -337,16 +340,17 @@ class SlurmBackend:
         self._events.append(HostWent(host, f"{step.node}: {why}"))
 
     def _end(self, step: _Step) -> None:
-        """End a step without waiting for it: by its name, as srun may not reach a node that is lost; srun too."""
-        now = self._clock.monotonic()
+        """End a step without waiting for it: by its name, as srun may not reach a node that is lost. A supervisor has
+        some time to end in order; srun would kill it at once."""
         if step.name:
-            self._client("scancel", "--signal=KILL", step.name)
-        step.command.end()
-        self._closing.append((step.command, now + ANSWER_S))
+            self._client("scancel", "--signal=TERM", step.name)
+        else:
+            step.command.end()
+        self._closing.append((step.command, self._clock.monotonic() + ANSWER_S, step.name))
 
     def _client(self, *argv: str) -> None:
         try:
-            self._closing.append((EngineCommand(argv), self._clock.monotonic() + ANSWER_S))
+            self._closing.append((EngineCommand(argv), self._clock.monotonic() + ANSWER_S, ""))
         except OSError as error:
             self._events.extend(HostWent(host, f"{argv[0]}: {error.strerror}") for host in self._steps)
 
@@ -387,12 +391,13 @@ class SlurmBackend:
             if not step.runs:
                 step.command.end()
         # By name, since srun may not reach a node that is lost. srun ends when its step has.
-        if names := [step.name for step in steps if step.runs]:
+        names = [step.name for step in steps if step.runs] + [name for _, _, name in closing if name]
+        if names:
             with suppress(OSError):
                 EngineCommand(["scancel", "--signal=KILL", *names]).close(timeout_s=2 * share)
         for step in steps:
             step.command.close(timeout_s=share)
-        for command, _ in closing:
+        for command, _, _ in closing:
             command.end(number=signal.SIGKILL)
             command.close(timeout_s=share)
         if self._look is not None:

@@ -103,7 +103,7 @@ def test_the_script_asks_for_nodes_a_warning_and_a_requeue_and_quotes_what_it_is
     tmp_path: Path,
 ) -> None:
     slurm = SlurmSection(
-        nodes=3, spare_nodes=1, partition="gpu", time_limit="4:00:00", options=("--comment=two words",)
+        nodes=3, spare_nodes=1, partition="gpu", time_limit_min=240, options=("--comment=two words",)
     )
     config = Config(name="tiny", cluster=ClusterSection(on="slurm", slurm=slurm))
     lines = job_script(config, run_dir=tmp_path).splitlines()
@@ -114,7 +114,7 @@ def test_the_script_asks_for_nodes_a_warning_and_a_requeue_and_quotes_what_it_is
         "--requeue",
         "--signal=B:USR1@180",
         "--partition=gpu",
-        "--time=4:00:00",
+        "--time=240",
         "'--comment=two words'",
         "--open-mode=append",
     ):
