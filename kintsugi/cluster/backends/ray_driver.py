@@ -39,8 +39,9 @@ from kintsugi.cluster.backends.ray_protocol import (
     supervisor_environment,
     write_line,
 )
+from kintsugi.errors import DeadlineExceeded
 from kintsugi.runtime.clock import SYSTEM_CLOCK
-from kintsugi.runtime.waits import wait_readable
+from kintsugi.runtime.waits import wait, wait_readable
 
 TURN_S = 0.2
 LOOK_S = 0.5
@@ -217,12 +218,8 @@ class _Hosts:
         from ray.util import placement_group_table, remove_placement_group
 
         grace_s = timeout_s / 4  # Two of them.
-        actors = [host.actor for host in self.hosts.values() if host.actor is not None]
-        self._ray.wait(
-            [actor.end.remote(grace_s) for actor in actors] or [self._ray.put(0)],
-            num_returns=max(1, len(actors)),
-            timeout=timeout_s * 0.6,
-        )
+        ended = [host.actor.end.remote(grace_s) for host in self.hosts.values() if host.actor is not None]
+        _wait_for_all(self._ray, ended, what="the end of the supervisors", timeout_s=timeout_s * 0.6)
         remove_placement_group(self._group)
         until = SYSTEM_CLOCK.monotonic() + GONE_S
         while SYSTEM_CLOCK.monotonic() < until:
@@ -249,6 +246,17 @@ class _Host:
         self.supervisor: tuple[int, int] | None = None
         self.has_answered = False
         self.look_at = 0.0
+
+
+def _wait_for_all(ray: Any, answers: list[Any], *, what: str, timeout_s: float) -> None:
+    """Wait until all answers are there, or the time is over."""
+
+    def attempt(remaining_s: float) -> bool | None:
+        late = ray.wait(answers, num_returns=len(answers), timeout=remaining_s)[1] if answers else []
+        return None if late else True
+
+    with suppress(DeadlineExceeded):
+        wait(attempt, whom="Ray", what=what, timeout_s=timeout_s)
 
 
 def _name_of(node: dict[str, Any]) -> str:
@@ -307,7 +315,8 @@ def _ask_all(ray: Any, address: str, *, events: int) -> None:
         ).remote(address): node
         for node in _living_nodes(ray)
     }
-    done, late = ray.wait(list(asked), num_returns=len(asked), timeout=ALL_FACTS_S)
+    _wait_for_all(ray, list(asked), what="the facts of all nodes", timeout_s=ALL_FACTS_S)
+    done, late = ray.wait(list(asked), num_returns=len(asked), timeout=0)
     for answer in done:
         try:
             text = ray.get(answer)

@@ -1,4 +1,4 @@
-"""Messages between this program and the process that talks to Ray (`ray_driver.py`), a line of JSON each.
+"""Messages between the back end and the process that talks to Ray (`ray_driver.py`), a line of JSON each.
 
     RayBackend ── StartHost, GiveBack (standard input) ──► ray_driver ── Ray ──► HostActor on each node
     RayBackend ◄── Connected, Came, Went, Failed (standard output) ── ray_driver
