@@ -33,7 +33,7 @@ help:
 	@echo "make demo       set up, then train a small model by GRPO and show what it learned"
 	@echo "make test       set up, then linters, type checker and the whole test suite, 15 minutes"
 	@echo "make test-fast  the tests without the slow ones, 3 minutes"
-	@echo "make test-extras  trackers, notebooks and JupyterLab with their real libraries, in an environment of their own, 5 minutes"
+	@echo "make test-extras  trackers and notebooks with their real libraries, in an environment of their own, 3 minutes"
 	@echo "make docs       the documentation site, into site/"
 	@echo "make wheel      the wheel, into dist/"
 	@echo "make bench      benchmarks, ours and the peers' in one run"
