@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -166,8 +166,8 @@ def _station(line: FoundLine, ticket: str) -> TraceSlice:
     if isinstance(content, Span):
         name, attributes, duration_s = content.name, dict(content.attributes), content.duration_s
         text = _span_text(content)
-    elif isinstance(content, msgspec.Struct) and line.source == "journal":
-        name, text = _fact_station(content, ticket)  # type: ignore[arg-type]
+    elif isinstance(content, get_args(Fact)):
+        name, text = _fact_station(content, ticket)
     elif content is not None:
         text = format_event(content)
     return TraceSlice(

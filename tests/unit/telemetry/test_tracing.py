@@ -86,6 +86,12 @@ def test_a_prompt_is_followed_from_its_ticket_to_the_weights_that_learned_from_i
     assert (trace.steps, trace.version) == ((1,), 1)
 
 
+def test_a_trace_is_the_same_after_the_journal_was_compacted(run: RecordedRun) -> None:
+    before = [(each.name, each.process, each.text) for each in traced(run).stations]
+    run.compact()
+    assert [(each.name, each.process, each.text) for each in traced(run).stations] == before
+
+
 def test_times_of_another_host_are_aligned_and_the_clocks_error_is_told(run: RecordedRun) -> None:
     run.measure("agent-1", ClockOffsetReading("host-1", -2.0, 0.004), at=0.5)
     trace = traced(run)
