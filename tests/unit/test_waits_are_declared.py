@@ -19,6 +19,7 @@ RUNTIME = "runtime/waits.py"
 
 NON_BLOCKING_PIPE = "the pipe is opened with O_NONBLOCK"
 IN_THE_JAIL = "a program of its own, without the package; its caller waits for it through runtime.wait"
+ON_ITS_LOOP = "on the event loop of a thread that no other part waits for; the host manager polls"
 ALLOWED = {
     ("cluster/child.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
     ("cluster/launcher.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
@@ -28,6 +29,22 @@ ALLOWED = {
     ("cluster/host_supervisor.py", "mirror.result()"): "it is done: nothing is waited for",
     ("cluster/joining.py", "os.read(descriptor, MOST_TICKET_BYTES)"): "runtime.wait saw it readable",
     ("cluster/joining.py", "probe.connect(address)"): "a datagram socket, which only looks at the routes",
+    ("cluster/backends/kubernetes/backend.py", "task.result()"): "it is done: nothing is waited for",
+    ("cluster/backends/kubernetes/backend.py", "asyncio.wait(tasks)"): ON_ITS_LOOP,
+    (
+        "cluster/backends/kubernetes/backend.py",
+        "asyncio.wait_for(self._wake.wait(), CHECK_S)",
+    ): ON_ITS_LOOP,
+    ("cluster/backends/kubernetes/backend.py", "self._wake.wait()"): ON_ITS_LOOP,
+    ("cluster/backends/kubernetes/backend.py", "asyncio.sleep(WATCH_PAUSE_S)"): ON_ITS_LOOP,
+    ("cluster/backends/kubernetes/backend.py", "asyncio.sleep(CHECK_S)"): ON_ITS_LOOP,
+    ("cluster/backends/kubernetes/backend.py", "asyncio.sleep(LOOK_S)"): ON_ITS_LOOP,
+    ("cluster/backends/kubernetes/client.py", "asyncio.sleep(pause_s)"): ON_ITS_LOOP,
+    (
+        "cluster/backends/kubernetes/client.py",
+        "self._session.get(self.access.server + path, params=query, headers=self._headers('GET', renew=False), "
+        "ssl=self.access.tls or True, server_hostname=self.access.server_name, timeout=timeout)",
+    ): ON_ITS_LOOP,
     ("cluster/agent.py", "os.read(gate, 1)"): "runtime.wait saw it readable",
     ("cluster/standby.py", "channel.recv(MOST_BYTES)"): "a non-blocking socket",
     ("cluster/standby.py", "os.waitpid(pid, 0)"): "reaps a child that was just forked and killed",

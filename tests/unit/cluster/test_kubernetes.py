@@ -30,7 +30,7 @@ from kintsugi.cluster.backends.kubernetes.manifests import (
 )
 from kintsugi.cluster.backends.kubernetes.opening import planned_objects
 from kintsugi.cluster.backends.kubernetes.pods import PodTracker
-from kintsugi.cluster.host_manager import DOUBTED_SILENT_S, HostPhase, HostRecord, decide
+from kintsugi.cluster.host_manager import DOUBTED_SILENT_S, HostDecision, HostPhase, HostRecord, decide
 from kintsugi.cluster.joining import Ticket
 from kintsugi.cluster.ticket_file import STALE_S, supervise_with_file
 from kintsugi.config.schema import ClusterSection, Config, KubernetesSection
@@ -215,11 +215,14 @@ def test_pods_of_a_job_and_of_volcano_are_known_by_their_index() -> None:
 
 def test_a_doubted_host_is_lost_only_if_it_is_silent_too() -> None:
     record = HostRecord("host-1", phase=HostPhase.READY, was_ready=True)
-    heard = {"since": 0.0, "heard_at": 100.0, "join_s": 60.0}
-    assert decide(record, now=100.5, doubt="its node is not ready", **heard).action == ""
-    silent = decide(record, now=100.1 + DOUBTED_SILENT_S, doubt="its node is not ready", **heard)
+
+    def decided(now: float, doubt: str) -> HostDecision:
+        return decide(record, now=now, since=0.0, heard_at=100.0, join_s=60.0, doubt=doubt)
+
+    assert decided(100.5, "its node is not ready").action == ""
+    silent = decided(100.1 + DOUBTED_SILENT_S, "its node is not ready")
     assert silent.action == "lose" and "its node is not ready, and it is silent" in silent.why
-    assert decide(record, now=100.1 + DOUBTED_SILENT_S, **heard).action == ""
+    assert decided(100.1 + DOUBTED_SILENT_S, "").action == ""
 
 
 # Manifests.

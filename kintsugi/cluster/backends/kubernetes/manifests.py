@@ -41,7 +41,7 @@ FIRST_INDEXED = (1, 24)
 
 
 class Workload(StrEnum):
-    """What keeps the pods."""
+    """Controller of the pods."""
 
     JOB = "job"
     VOLCANO = "volcano"

@@ -32,7 +32,7 @@ class PodPhase(StrEnum):
 
 
 class PodView(msgspec.Struct, frozen=True):
-    """What counts of one pod."""
+    """Summary of one pod."""
 
     name: str
     uid: str
