@@ -199,7 +199,13 @@ def hosts(
 ) -> None:
     """Show cores, memory, GPUs, versions and clock of each host, and what would keep it out of a run."""
     from kintsugi.cli.host_table import host_lines
+    from kintsugi.errors import UserError
 
+    if on == "k8s":
+        raise UserError(
+            "--on: expected a hosts file, got k8s: pods exist during a run only, and are compared when they join; "
+            "`kintsugi manifest RECIPE` shows what would be created"
+        )
     lines, all_fit = host_lines(Path(on) if on is not None else None)
     for line in lines:
         say(line)

@@ -42,8 +42,10 @@ ALLOWED = {
     ("cluster/backends/kubernetes/client.py", "asyncio.sleep(pause_s)"): ON_ITS_LOOP,
     (
         "cluster/backends/kubernetes/client.py",
-        "self._session.get(self.access.server + path, params=query, headers=self._headers('GET', renew=False), "
-        "ssl=self.access.tls or True, server_hostname=self.access.server_name, timeout=timeout)",
+        (
+            "self._session.get(self.access.server + path, params=query, headers=self._headers('GET', renew=False), "
+            "ssl=self.access.tls or True, server_hostname=self.access.server_name, timeout=timeout)"
+        ),
     ): ON_ITS_LOOP,
     ("cluster/agent.py", "os.read(gate, 1)"): "runtime.wait saw it readable",
     ("cluster/standby.py", "channel.recv(MOST_BYTES)"): "a non-blocking socket",
