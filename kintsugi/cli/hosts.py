@@ -242,7 +242,13 @@ def hosts(
 ) -> None:
     """Show cores, memory, GPUs, versions and clock of each host, and what would keep it out of a run."""
     from kintsugi.cli.host_table import host_lines, ray_lines
+    from kintsugi.errors import UserError
 
+    if on == "k8s":
+        raise UserError(
+            "--on: expected a hosts file, `slurm` or `ray`, got k8s: pods exist during a run only, and are compared when "
+            "they join; `kintsugi manifest RECIPE` shows what would be created"
+        )
     lines, all_fit = ray_lines(address or "") if on == "ray" else host_lines(on)
     for line in lines:
         say(line)

@@ -169,7 +169,7 @@ class KubernetesServer:
             return web.json_response({"status": {"allowed": allowed}}, status=201)
         parts = request.path.strip("/").split("/")
         if "namespaces" not in parts:
-            return _status(404, "NotFound", "the server could not find the requested resource")
+            return web.Response(status=404, text="404 page not found\n")  # A group that is not installed.
         namespace, resource, *name = parts[parts.index("namespaces") + 1 :]
         if refused := self._refusal(token, request, namespace, resource, name):
             return refused
@@ -255,7 +255,8 @@ class KubernetesServer:
             self._loop.call_later(START_S, self._remove, resource, name)
         else:
             self._remove(resource, name)
-        return web.json_response(found)
+        # Of a pod, which may stay for a while, the answer is the pod.
+        return web.json_response(found if resource == "pods" else {"kind": "Status", "status": "Success"})
 
     def _remove(self, resource: str, name: str) -> None:
         if (found := self._objects.pop((resource, name), None)) is None:

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import yaml
 
+from kintsugi.cli.hosts import moved, placed_cluster
 from kintsugi.cluster.backends.contract import HostCame, HostDoubted, HostEvent, HostOrder, HostWent
 from kintsugi.cluster.backends.kubernetes import manifests
 from kintsugi.cluster.backends.kubernetes.access import Access, load_access, read_kubeconfig
@@ -30,7 +31,7 @@ from kintsugi.cluster.backends.kubernetes.manifests import (
 )
 from kintsugi.cluster.backends.kubernetes.opening import planned_objects
 from kintsugi.cluster.backends.kubernetes.pods import PodTracker
-from kintsugi.cluster.host_manager import DOUBTED_SILENT_S, HostPhase, HostRecord, decide
+from kintsugi.cluster.host_manager import DOUBTED_SILENT_S, HostDecision, HostPhase, HostRecord, decide
 from kintsugi.cluster.joining import Ticket
 from kintsugi.cluster.ticket_file import STALE_S, supervise_with_file
 from kintsugi.config.schema import ClusterSection, Config, KubernetesSection
@@ -215,11 +216,14 @@ def test_pods_of_a_job_and_of_volcano_are_known_by_their_index() -> None:
 
 def test_a_doubted_host_is_lost_only_if_it_is_silent_too() -> None:
     record = HostRecord("host-1", phase=HostPhase.READY, was_ready=True)
-    heard: dict[str, Any] = {"since": 0.0, "heard_at": 100.0, "join_s": 60.0}
-    assert decide(record, now=100.5, doubt="its node is not ready", **heard).action == ""
-    silent = decide(record, now=100.1 + DOUBTED_SILENT_S, doubt="its node is not ready", **heard)
+
+    def decided(now: float, doubt: str) -> HostDecision:
+        return decide(record, now=now, since=0.0, heard_at=100.0, join_s=60.0, doubt=doubt)
+
+    assert decided(100.5, "its node is not ready").action == ""
+    silent = decided(100.1 + DOUBTED_SILENT_S, "its node is not ready")
     assert silent.action == "lose" and "its node is not ready, and it is silent" in silent.why
-    assert decide(record, now=100.1 + DOUBTED_SILENT_S, **heard).action == ""
+    assert decided(100.1 + DOUBTED_SILENT_S, "").action == ""
 
 
 # Manifests.
@@ -378,6 +382,28 @@ def test_a_credential_plugin_is_asked_and_its_failure_is_told(tmp_path: Path) ->
     program.write_text("#!/bin/sh\necho not logged in >&2; exit 1\n")
     with pytest.raises(WorldError, match="gave no token: not logged in"):
         Access("http://x", plugin={"command": str(program)}, origin="config").token()
+
+
+def test_a_run_gets_a_host_per_pod_and_a_resumed_launcher_its_own_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = {
+        "current-context": "x",
+        "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c"}}],
+    }
+    (tmp_path / "config").write_text(yaml.safe_dump(content))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    section = KubernetesSection(image="registry/kintsugi:1", pods=2, spare_pods=1)
+    cluster = placed_cluster(ClusterSection(on="k8s", kubernetes=section))
+    assert (cluster.hosts, cluster.slots, cluster.spare_hosts) == (4, (0, 1, 1, 1), 1)
+    assert cluster.address == "127.0.0.1"
+    config = Config(name="x", cluster=cluster)
+    assert moved(config) == (config, [])
+    of_another_pod = config.replace(cluster=cluster.replace(address="203.0.113.9"))
+    assert moved(of_another_pod) == (config, ["cluster.address: 127.0.0.1 (was 203.0.113.9)"])
+    with pytest.raises(ConfigError, match=r"cluster\.kubernetes\.image: expected the image"):
+        placed_cluster(ClusterSection(on="k8s"))
 
 
 # Requests and watches.
