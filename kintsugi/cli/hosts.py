@@ -246,8 +246,8 @@ def hosts(
 
     if on == "k8s":
         raise UserError(
-            "--on: expected a hosts file, `slurm` or `ray`, got k8s: pods exist during a run only, and are compared when "
-            "they join; `kintsugi manifest RECIPE` shows what would be created"
+            "--on: expected a hosts file, `slurm` or `ray`, got k8s: pods exist during a run only, and are compared "
+            "when they join; `kintsugi manifest RECIPE` shows what would be created"
         )
     lines, all_fit = ray_lines(address or "") if on == "ray" else host_lines(on)
     for line in lines:

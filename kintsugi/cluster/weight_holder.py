@@ -508,7 +508,8 @@ class WeightHolder:
             self._replies.fail(delivery, RefusedError(f"version {number} is not held any more: {reason}"))
         version.delta_waiting = []
         unlock(version.descriptor)
-        if version.num_pulls:  # A thread may still write to this memory: the next version gets other memory.
+        # A thread may still use this memory: the next version gets other memory. A rank's is locked by its readers.
+        if version.num_pulls and version.is_own:
             self._writable.remove(version.segment)
         waiting, version.waiting = version.waiting, []
         return waiting

@@ -37,7 +37,7 @@ from tests.cluster.tiny_runs import until
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 PLUGIN = Path(vllm_plugin.__file__).parent
 MAX_LENGTH = 512
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0
 PROMPTS = (
     "The capital of France is",
     "Water boils at",
@@ -110,9 +110,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[VllmServer]:
     server = VllmServer(folder, log=folder.parent / "vllm.log")
-    server.start()
-    yield server
-    server.kill()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
 
 
 @pytest.fixture

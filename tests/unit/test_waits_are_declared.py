@@ -64,8 +64,6 @@ ALLOWED = {
     ("cluster/launcher.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
     ("cluster/launcher.py", "os.read(self._stop_requests, 256)"): NON_BLOCKING_PIPE,
     ("cluster/host_manager_process.py", "os.read(self._report, 65536)"): NON_BLOCKING_PIPE,
-    ("cluster/backends/ray.py", "os.read(self._events, 65536)"): NON_BLOCKING_PIPE,
-    ("cluster/backends/ray_actor.py", "os.read(reader, 64)"): "the process that wrote to it has ended",
     ("cluster/host_supervisor.py", "beat.result()"): "it is done: nothing is waited for",
     ("cluster/host_supervisor.py", "mirror.result()"): "it is done: nothing is waited for",
     ("cluster/joining.py", "os.read(descriptor, MOST_TICKET_BYTES)"): "runtime.wait saw it readable",

@@ -1,8 +1,8 @@
 """A probe of a server's weights: log-probabilities after a fixed prompt, against those that the trainer would compute.
 
 Digests show that bytes have arrived. The probe shows that the server computes with them, also where it keeps copies in
-a layout of its own, which no digest covers. How closely a server agrees depends on its arithmetic, so the limit for
-telling two versions apart is what was found for the version before.
+a layout of its own, which no digest covers. How closely a server agrees depends on its arithmetic, so the limits are
+what was found for versions before: a server that keeps the weights of one layer, or of all, agrees less than it did.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ MAX_DIFFERENCE = 0.5
 0.03 is usual."""
 _CLEARLY = 4.0
 """Two versions can be told apart if they differ by this many times the difference that arithmetic makes."""
+_USUALLY = 8.0
+"""The difference that arithmetic makes stays below this many times the largest one before."""
+_ROUNDING = 2e-4
+"""A smaller difference is always taken for one of arithmetic."""
 
 
 class Accepted(NamedTuple):
-    """The last version that passed, and how closely."""
+    """The last version that passed, and the largest difference of all that have."""
 
     answer: Sequence[float]
     difference: float
@@ -60,6 +64,14 @@ def judge(found: Mapping[int, float], expected: Sequence[float], *, before: Acce
                 difference,
                 f"log-probabilities after a fixed prompt differ by {to_before:.2g} from what the weights before give "
                 f"and by {difference:.2g} from what the new ones give",
+            )
+        limit = max(_ROUNDING, _USUALLY * before.difference)
+        if difference > limit:
+            return Verdict(
+                difference,
+                f"log-probabilities after a fixed prompt differ by {difference:.2g} on average from what these weights "
+                f"give, expected at most {limit:.2g}, since versions before differed by up to {before.difference:.2g}: "
+                "it has not taken all of them",
             )
     return Verdict(difference, "")
 

@@ -277,7 +277,8 @@ class RemoteBackend:
         )
         if verdict.reason:
             raise IntegrityError(f"{self._where} does not compute with {label}: {verdict.reason}")
-        self._accepted = probe.Accepted(answer, verdict.difference)
+        worst = verdict.difference if self._accepted is None else self._accepted.difference
+        self._accepted = probe.Accepted(answer, max(worst, verdict.difference))
         return others
 
     def stats(self) -> dict[str, float]:

@@ -15,6 +15,7 @@ from kintsugi.protocol.weights import Publish, Published
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.telemetry.events import BytesDamaged, Note
 from kintsugi.weights.delta_choice import DeltaChoice
+from kintsugi.weights.transports.shared_memory import segment_owner
 from tests.unit.bulk.peers import processes
 from tests.unit.cluster.test_weight_holder import META, SIZE, Hosts, assert_same, bytes_fetched, weights
 
@@ -160,3 +161,23 @@ def test_versions_that_have_little_in_common_come_whole(hosts: Hosts) -> None:
     fetch_all(hosts, published(hosts, 4, weights(1)), weights(1), "agent-1")
     assert bytes_fetched() - before == SIZE and num_deltas() == deltas
     assert any("100% of version 4 differs from version 3" in said.message for said in notes(hosts))
+
+
+def test_the_memory_of_a_rank_stays_though_its_version_is_dropped_while_it_is_compared(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch_all(hosts, published(hosts, 3, trained(0)), trained(0), "agent-1")
+    holder, dropped = hosts.holders[META], []
+
+    def slow(new: HeldVersion, base: HeldVersion) -> Difference:
+        found = make_difference(new, base)
+        holder._calls.run(
+            lambda: dropped.append(holder._drop(base.number, "a later version needs its place"))
+        )
+        return found
+
+    monkeypatch.setattr(weight_holder, "make_difference", slow)
+    names = {name for name in hosts.segments[META].descriptors if segment_owner(name) == "model-0"}
+    fetch_all(hosts, published(hosts, 4, trained(1)), trained(1), "agent-1")
+    assert dropped and names
+    assert names <= set(hosts.segments[META].descriptors)

@@ -45,6 +45,14 @@ def test_a_server_that_kept_the_weights_before_is_found_where_versions_can_be_to
     assert probe.judge(dict(enumerate(NEW)), NEW, before=precise).reason == ""
 
 
+def test_a_server_that_took_a_part_of_the_weights_is_found_though_it_is_closer_to_the_new_ones() -> None:
+    partly = {token: value + 0.03 for token, value in enumerate(NEW)}
+    reason = probe.judge(partly, NEW, before=probe.Accepted(OLD, 1e-5)).reason
+    assert "expected at most 0.0002" in reason and "it has not taken all of them" in reason
+    assert probe.judge(partly, NEW, before=probe.Accepted(OLD, 0.01)).reason == "", "usual in bfloat16"
+    assert probe.judge(partly, NEW, before=None).reason == "", "nothing is known of its arithmetic"
+
+
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_the_expected_answer_is_the_trainers(tie_embeddings: bool) -> None:
     model = Transformer(msgspec.structs.replace(ARCHITECTURE, tie_embeddings=tie_embeddings))
