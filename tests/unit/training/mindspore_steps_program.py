@@ -135,4 +135,5 @@ def main(given: Path, output: Path, saved: Path, what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:4]), sys.argv[4])
+    given, output, saved = map(Path, sys.argv[1:4])
+    main(given, output, saved, sys.argv[4])
