@@ -71,7 +71,7 @@ def check_sum(group: Group, numbers: Array, *, timeout_s: float) -> None:
     """Verify a new group by one all-reduce of its `known_numbers`."""
     expected = [group.size * (group.size + 1) / 2, float(group.size * group.group_id)]
     group.all_reduce(numbers, timeout_s=timeout_s)
-    found = [float(number) for number in numbers]  # type: ignore[attr-defined]
+    found = [float(number) for number in numbers]
     if found != expected:
         raise IntegrityError(
             f"generation {group.group_id} of {', '.join(group.ranks)} does not add up: "
