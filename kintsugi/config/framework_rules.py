@@ -42,7 +42,7 @@ sys.stdout.write(json.dumps(found))
 
 
 class Interpreter(msgspec.Struct, frozen=True):
-    """What was found at the path of an interpreter."""
+    """Findings at the path of an interpreter."""
 
     path: str
     versions: Mapping[str, str] = {}

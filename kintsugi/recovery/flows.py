@@ -36,12 +36,12 @@ MESSAGES: Mapping[RecoveryState, type[Operation]] = {
 
 
 class Names(NamedTuple):
-    """What others call an operation."""
+    """Names of an operation elsewhere."""
 
     mindio: str
     """State of MindIO's controller, and the operation that it sends to its processors."""
     framework: str
-    """What the framework does on an Ascend NPU."""
+    """Call or effect in the framework, on an Ascend NPU."""
 
 
 _ABNORMAL, _CLEAR, _REPAIR = "STATE_OP_ABNORMAL", "STATE_OP_ENV_CLEAR", "STATE_OP_REPAIR"

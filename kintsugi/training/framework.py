@@ -29,7 +29,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 
 class Framework(Protocol):
-    """What a rank takes from its training framework. Opened once per process, before its state."""
+    """Parts that a rank takes from its training framework. Opened once per process, before its state."""
 
     @property
     def flow(self) -> Flow:

@@ -86,7 +86,7 @@ def normal(count: int, *, seed: int) -> NDArray[np.float32]:
     uniform = (twister.random_raw(drawn) & 0xFFFFFF).astype(np.float32) * np.float32(2**-24)
     found = uniform[:count].copy()
     found[:whole] = _box_muller(found[:whole])
-    if whole < count:  # The last group overlaps the one before, and is drawn anew.
+    if whole < count:  # The last group overlaps the one before, and is drawn again.
         found[-_GROUP:] = _box_muller(uniform[count:])
     return found
 

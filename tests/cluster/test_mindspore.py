@@ -71,19 +71,7 @@ def operations_of(run_dir: Path, process: str) -> list[str]:
 @needs_mindspore
 @pytest.mark.mindspore
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "the same again",
-        "kill of the master",
-        *(
-            pytest.param(
-                name, marks=pytest.mark.xfail(reason="weights differ in the last bits, cause not found")
-            )
-            for name in ("kill of model-0", "kill of model-1", "stop of model-1")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "undisturbed"])
 def test_a_fault_leaves_the_weights_of_the_undisturbed_run(
     runs: Mapping[str, Run | BaseException], name: str
 ) -> None:

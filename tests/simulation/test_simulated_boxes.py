@@ -7,8 +7,8 @@ import pytest
 from kintsugi.journal.facts import CheckpointSaved, RolledBack, StepCommitted
 from kintsugi.model.seats import WHOLE
 from kintsugi.recovery import rank_protocol
-from kintsugi.simulation.campaign import Runner, simulated_config, undisturbed
-from kintsugi.simulation.cluster import SimulatedCluster, SimulationOutcome
+from kintsugi.simulation.campaign import Runner, simulated_config
+from kintsugi.simulation.cluster import SimulatedCluster, SimulationOutcome, undisturbed
 
 BOX_LOST = 8
 """Seed in which the host of the only rank with a box is lost before another host has a copy."""
