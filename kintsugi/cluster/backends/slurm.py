@@ -40,6 +40,8 @@ ANSWER_S = 30.0
 """Time for a client command that asks. The daemons' own limit is 10 s by default, and clients repeat some requests."""
 START_S = 45.0
 """Time for a step to start on its node."""
+REFUSED_S = 20.0
+"""Time for a supervisor that is replaced to end by itself."""
 LOOK_S = 5.0
 """Interval at which the states of the nodes are read. slurmctld serves the whole site: no more often."""
 CLOSE_S = 1.0
@@ -340,13 +342,11 @@ class SlurmBackend:
         self._events.append(HostWent(host, f"{step.node}: {why}"))
 
     def _end(self, step: _Step) -> None:
-        """End a step without waiting for it: by its name, as srun may not reach a node that is lost. A supervisor has
-        some time to end in order; srun would kill it at once."""
-        if step.name:
-            self._client("scancel", "--signal=TERM", step.name)
-        else:
+        """End a step without waiting for it. A supervisor that is replaced is refused by the run and ends by itself; it
+        has some time for that, then its step is killed by name, as srun may not reach a node that is lost."""
+        if not step.name:
             step.command.end()
-        self._closing.append((step.command, self._clock.monotonic() + ANSWER_S, step.name))
+        self._closing.append((step.command, self._clock.monotonic() + REFUSED_S, step.name))
 
     def _client(self, *argv: str) -> None:
         try:
