@@ -9,11 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
+import yaml
 
+from kintsugi.cluster.backends.kubernetes.access import Access, read_kubeconfig
+from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend
+from kintsugi.cluster.namespaces import enter
+from kintsugi.config.schema import KubernetesSection
 from kintsugi.run_folder.reader import read_summary
 from kintsugi.telemetry.events import Alert, read_events
 from tests.cluster import kubernetes_cluster
@@ -22,6 +29,15 @@ from tests.cluster.kubernetes_images import EMPTY, HOST
 from tests.cluster.kubernetes_server import KubernetesServer
 from tests.cluster.programs.kubernetes_script import answers
 from tests.cluster.tiny_runs import until
+from tests.unit.cluster.test_backends import (
+    HOSTS,
+    Engine,
+    test_a_host_can_be_replaced_before_its_engine_has_noticed_its_loss,
+    test_a_lost_host_is_told_and_the_others_go_on,
+    test_each_ordered_host_comes_once_with_its_own_ticket,
+    test_nothing_is_left_after_all_was_given_back_and_it_may_be_given_back_twice,
+    test_one_host_is_replaced_and_the_others_keep_their_supervisors,
+)
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
 LONGEST_S = 400.0
@@ -34,6 +50,14 @@ def odd_digits(completions, **columns):
     time.sleep(0.1)
     return [sum(character in "13579" for character in text) / (len(text) or 1) for text in completions]
 """
+
+__all__ = [
+    "test_a_host_can_be_replaced_before_its_engine_has_noticed_its_loss",
+    "test_a_lost_host_is_told_and_the_others_go_on",
+    "test_each_ordered_host_comes_once_with_its_own_ticket",
+    "test_nothing_is_left_after_all_was_given_back_and_it_may_be_given_back_twice",
+    "test_one_host_is_replaced_and_the_others_keep_their_supervisors",
+]
 
 pytestmark = [
     pytest.mark.cluster,
@@ -254,6 +278,65 @@ def test_an_image_without_torch_is_named(cluster: KubernetesCluster) -> None:
     code, output = cluster.ask("train", "recipe.yaml", f"run_dir={cluster.runs}/torch", *on)
     assert code != 0
     assert "expected torch" in output and "found none" in output, output
+    cluster.assert_nothing_left()
+
+
+# The contract of back ends, with pods that only read their tickets.
+
+READER = 'trap "exit 0" TERM; until [ -s "$2" ]; do sleep 0.1; done; cat "$2" > "/tickets/$HOSTNAME"; sleep 600 & wait'
+
+
+class RealEngine(Engine):
+    """Pods of the real cluster. The thread of the back end is in the network of the control plane."""
+
+    def __init__(self, cluster: KubernetesCluster) -> None:
+        self._cluster = cluster
+        self._tickets = cluster.folder / "tickets"
+        self._tickets.mkdir(exist_ok=True)
+        template = yaml.safe_load(cluster.template("contract.yaml").read_text())
+        (container,) = template["spec"]["containers"]
+        container["command"] = ["sh", "-c", READER]
+        container["volumeMounts"].append({"name": "read", "mountPath": "/tickets"})
+        template["spec"]["volumes"].append({"name": "read", "hostPath": {"path": str(self._tickets)}})
+        self.backend = KubernetesBackend(
+            KubernetesSection(image=HOST),
+            job=uuid4().hex[:12],
+            hosts=HOSTS,
+            patience_s=60.0,
+            template=template,
+            load=self._access,
+        )
+
+    def _access(self) -> Access:
+        enter(self._cluster.head.namespaces[:1])
+        return read_kubeconfig(self._cluster.kubeconfig("launcher"))
+
+    def _pods(self) -> dict[str, dict[str, Any]]:
+        """Ticket that a pod has read → the pod, of those that run."""
+        found = {}
+        for pod in self._cluster.pods().values():
+            read = self._tickets / pod["metadata"]["name"]
+            if pod["status"]["phase"] == "Running" and read.exists() and (ticket := read.read_text().strip()):
+                found[ticket] = pod
+        return found
+
+    def running(self) -> dict[str, object]:
+        return {ticket: pod["metadata"]["uid"] for ticket, pod in self._pods().items()}
+
+    def lose(self, host: str) -> None:
+        for pid in self._cluster.pids_of_pod(self._pods()[host]):
+            with suppress(ProcessLookupError):  # The others end with the first process of the container.
+                os.kill(pid, signal.SIGKILL)
+
+    def advance(self) -> None:
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def engine(cluster: KubernetesCluster) -> Iterator[Engine]:
+    made = RealEngine(cluster)
+    yield made
+    made.backend.give_back(timeout_s=5.0)
     cluster.assert_nothing_left()
 
 

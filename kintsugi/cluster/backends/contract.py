@@ -40,6 +40,13 @@ class HostWent(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class HostLeaves(msgspec.Struct, frozen=True, tag=True):
+    """The engine wants the machine of a host back, which still runs: its processes are moved in order."""
+
+    host: str
+    why: str
+
+
 class HostDoubted(msgspec.Struct, frozen=True, tag=True):
     """The engine does not know whether a host is alive, for instance because its own daemon there is silent."""
 
@@ -48,7 +55,7 @@ class HostDoubted(msgspec.Struct, frozen=True, tag=True):
     """Empty: it is no longer in doubt."""
 
 
-HostEvent = HostCame | HostWent | HostDoubted
+HostEvent = HostCame | HostWent | HostLeaves | HostDoubted
 
 
 class Backend(Protocol):
