@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -61,7 +62,7 @@ def test_losses_gradients_and_logprobs_of_both_frameworks_agree(
     stage = stages(config)[-1]
     model = Transformer(plan_architecture(config))
     initialize(model, seed=3)
-    weights = {key: value.detach().numpy().copy() for key, value in model.named_parameters()}
+    weights: dict[str, Any] = {key: value.detach().numpy().copy() for key, value in model.named_parameters()}
     call = BATCH.call(stage, step=stage.first_step, rank=0, world_size=1, num_shards=1)
     given = {"config": config, "call": call, "trajectories": BATCH.trajectories}
     (tmp_path / "batch").write_bytes(msgspec.msgpack.encode(given))
