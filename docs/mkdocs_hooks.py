@@ -10,7 +10,7 @@ from typing import Any
 
 SCHEMA = Path(__file__).parents[1] / "kintsugi" / "config" / "schema.py"
 RECIPE_FIELDS = "<!-- recipe fields -->"
-TEST_ATTRIBUTES = re.compile(r"^(```\w+)((?: (?:illustration|root|experiment))+)", re.MULTILINE)
+TEST_ATTRIBUTES = re.compile(r'^(```\w+)((?: (?:illustration|root|experiment|engine="\w+"))+)', re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

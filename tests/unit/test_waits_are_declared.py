@@ -22,10 +22,35 @@ IN_THE_JAIL = "a program of its own, without the package; its caller waits for i
 IN_THE_LOOP_OF_THE_API = (
     "asyncio in the thread that talks to the API server; the process's own loop only takes its events"
 )
-IN_A_DRIVER_OF_RAY = (
-    "a program of its own under Ray's interpreter, which has a timeout; its caller reads a pipe"
-)
 ALLOWED = {
+    ("checkpoint/store.py", "others.wait()"): "our own method; `BoxWriters` waits through runtime.wait",
+    (
+        "config/framework_rules.py",
+        "subprocess.run(command, capture_output=True, text=True, check=True, timeout=INSPECT_TIMEOUT_S)",
+    ): "in the user's command, before a process of a run starts; with a timeout",
+    (
+        "generation/backends/remote.py",
+        "self._dialect.connect(self._client, greeting)",
+    ): "our own method; its request declares the wait",
+    (
+        "generation/backends/vllm_plugin/kintsugi_vllm.py",
+        "digest.result()",
+    ): "in a worker of vLLM, without the package; its caller waits for an answer with a deadline",
+    ("training/box_saving.py", "asked.result()"): "our own handle; `_await` saw it done",
+    (
+        "training/host_group.py",
+        "self._router.poll(milliseconds(timeout_s))",
+    ): "an attempt of runtime.wait, in `HostGroup._poll`",
+    ("training/host_group.py", "rendezvous.connect(keys)"): "our own method; it waits through runtime.wait",
+    (
+        "training/host_group.py",
+        "connections.connect(self._poll(lambda: self._addresses(store), whom=self._others))",
+    ): "our own method: ZeroMQ connects in the background",
+    (
+        "training/host_group.py",
+        "socket.create_connection((host, port), timeout=CONNECT_S)",
+    ): "`_poll` declares it",
+    ("training/host_group.py", "store.get(name)"): "our own store, which declares it",
     ("cluster/backends/kubernetes/backend.py", "task.result()"): "of a task that is done",
     ("cluster/backends/kubernetes/backend.py", "asyncio.wait(tasks)"): IN_THE_LOOP_OF_THE_API,
     (
@@ -49,17 +74,6 @@ ALLOWED = {
         "cluster/backends/ray_actor.py",
         "os.read(reader, 64)",
     ): "in an actor of Ray, of a child that forks and ends, in the same moment",
-    (
-        "cluster/backends/ray_driver.py",
-        (
-            "self._ray.wait([actor.end.remote(grace_s) for actor in actors] or [self._ray.put(0)], "
-            "num_returns=max(1, len(actors)), timeout=timeout_s * 0.6)"
-        ),
-    ): IN_A_DRIVER_OF_RAY,
-    (
-        "cluster/backends/ray_driver.py",
-        "ray.wait(list(asked), num_returns=len(asked), timeout=ALL_FACTS_S)",
-    ): IN_A_DRIVER_OF_RAY,
     ("cluster/child.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
     ("cluster/launcher.py", "os.read(self.report, 65536)"): NON_BLOCKING_PIPE,
     ("cluster/launcher.py", "os.read(self._stop_requests, 256)"): NON_BLOCKING_PIPE,
