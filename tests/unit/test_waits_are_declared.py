@@ -40,7 +40,7 @@ ALLOWED = {
     (
         "training/host_group.py",
         "self._router.poll(milliseconds(timeout_s))",
-    ): "an attempt of runtime.wait, in `HostGroup._poll`",
+    ): "an attempt of runtime.wait, in `HostGroup._exchange`",
     ("training/host_group.py", "rendezvous.connect(keys)"): "our own method; it waits through runtime.wait",
     (
         "training/host_group.py",
