@@ -434,7 +434,9 @@ class RecoveryCoordinator:
             if seat_of(name, shards=shards) == seat
         ]
         snapshots = [f"snapshot:{name}" for name in (rank, *sorted(here))]
-        keepers = [name for name in members.live(Role.AGENT) if members.members[name].host != host]
+        # Where a rank with this box ran on another host, the copy is with the agent of this one.
+        is_cut = not seat.is_whole
+        keepers = [n for n in members.live(Role.AGENT) if is_cut or members.members[n].host != host]
         state = self._decision.state
         path = state.checkpoint_paths.get(state.step) or self.restore_paths.get(state.step)
         return (*snapshots, *keepers, *([path] if path is not None else []))
