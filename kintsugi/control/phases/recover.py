@@ -253,9 +253,11 @@ class RecoveryCoordinator:
             return report
         waited_s = now - self.protocol.since[_S.WAITING]
         limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
-        if not self._decision.state.members.live(Role.MODEL):  # No rank is left to continue without them.
+        is_cut = self._config.actor.layout.shards > 1
+        # No rank is left to continue without them, or none can.
+        if is_cut or not self._decision.state.members.live(Role.MODEL):
             limit_s = max(limit_s, self._config.cluster.start_timeout_s)
-        if waited_s <= limit_s and not self._processes.cannot_start(Role.MODEL):
+        if waited_s <= limit_s and (is_cut or not self._processes.cannot_start(Role.MODEL)):
             return report
         chosen, incident = self._choose(now, replacements_fail=True), self._incidents.current
         if incident is None or incident.strategy is not Strategy.ELASTIC:
