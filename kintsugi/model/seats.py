@@ -25,6 +25,10 @@ class Seat(msgspec.Struct, frozen=True):
     shards: int = 1
 
     @property
+    def is_whole(self) -> bool:
+        return self.shards == 1
+
+    @property
     def box(self) -> str:
         """Name under which the box is stored and asked for; empty for the whole state."""
         return "" if self.shards == 1 else f"{self.shard}/{self.shards}"

@@ -253,9 +253,11 @@ class RecoveryCoordinator:
             return report
         waited_s = now - self.protocol.since[_S.WAITING]
         limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
-        if not self._decision.state.members.live(Role.MODEL):  # No rank is left to continue without them.
+        is_cut = self._config.actor.layout.shards > 1
+        # No rank is left to continue without them, or none can.
+        if is_cut or not self._decision.state.members.live(Role.MODEL):
             limit_s = max(limit_s, self._config.cluster.start_timeout_s)
-        if waited_s <= limit_s and not self._processes.cannot_start(Role.MODEL):
+        if waited_s <= limit_s and (is_cut or not self._processes.cannot_start(Role.MODEL)):
             return report
         chosen, incident = self._choose(now, replacements_fail=True), self._incidents.current
         if incident is None or incident.strategy is not Strategy.ELASTIC:
@@ -434,7 +436,9 @@ class RecoveryCoordinator:
             if seat_of(name, shards=shards) == seat
         ]
         snapshots = [f"snapshot:{name}" for name in (rank, *sorted(here))]
-        keepers = [name for name in members.live(Role.AGENT) if members.members[name].host != host]
+        # Where a rank with this box ran on another host, the copy is with the agent of this one.
+        is_cut = not seat.is_whole
+        keepers = [n for n in members.live(Role.AGENT) if is_cut or members.members[n].host != host]
         state = self._decision.state
         path = state.checkpoint_paths.get(state.step) or self.restore_paths.get(state.step)
         return (*snapshots, *keepers, *([path] if path is not None else []))

@@ -51,7 +51,7 @@ def test_losses_gradients_and_logprobs_of_both_frameworks_agree(
     name: str, family: str, tmp_path: Path
 ) -> None:
     new = NewModel(
-        family=family,  # type: ignore[arg-type]
+        family=family,
         hidden_size=32,
         intermediate_size=48,
         num_heads=4,
@@ -66,7 +66,7 @@ def test_losses_gradients_and_logprobs_of_both_frameworks_agree(
     call = BATCH.call(stage, step=stage.first_step, rank=0, world_size=1, num_shards=1)
     given = {"config": config, "call": call, "trajectories": BATCH.trajectories}
     (tmp_path / "batch").write_bytes(msgspec.msgpack.encode(given))
-    np.savez(tmp_path / "weights.npz", **weights)  # type: ignore[arg-type]
+    np.savez(tmp_path / "weights.npz", **weights)
     output = tmp_path / "found.npz"
     subprocess.run(
         [str(PYTHON), str(PROGRAM), str(tmp_path / "batch"), str(tmp_path / "weights.npz"), str(output)],
