@@ -51,7 +51,7 @@ def test_losses_gradients_and_logprobs_of_both_frameworks_agree(
     name: str, family: str, tmp_path: Path
 ) -> None:
     new = NewModel(
-        family=family,
+        family=family,  # type: ignore[arg-type]
         hidden_size=32,
         intermediate_size=48,
         num_heads=4,
