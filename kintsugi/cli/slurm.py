@@ -5,7 +5,7 @@
              └── follows: state of the job, its output, at the end the results
 
 The job's script is the command `kintsugi slurm-job RUN`, which starts the run, or resumes it when Slurm has started the
-job again. A warning before the time limit or a preemption (SIGUSR1) stops the run after its step, with a checkpoint,
+job again. A warning before the time limit or a preemption (SIGUSR2) stops the run after its step, with a checkpoint,
 and queues the job again; SIGTERM only stops it. The run folder has to be on a file system that the nodes share.
 """
 
@@ -150,7 +150,7 @@ def job_script(config: Config, *, run_dir: Path) -> str:
         "--requeue",
         "--open-mode=append",
         f"--output={run.log_file(ENGINE)}",
-        f"--signal=B:USR1@{slurm.stop_before_s}",
+        f"--signal=B:USR2@{slurm.stop_before_s}",
         *([f"--partition={slurm.partition}"] if slurm.partition else []),
         *([f"--time={slurm.time_limit_min}"] if slurm.time_limit_min else []),
         *slurm.options,
@@ -319,7 +319,7 @@ def _stop_job(job: str, *, at_once: bool) -> None:
 
 
 class JobWarning:
-    """SIGUSR1 in the job's script: a stop request, after which the job is queued again."""
+    """SIGUSR2 in the job's script: a stop request, after which the job is queued again."""
 
     def __init__(self) -> None:
         self.came = False
@@ -333,11 +333,11 @@ class JobWarning:
 def requeued_when_warned(run_dir: Path) -> Iterator[JobWarning]:
     """While this is entered, Slurm's warning stops the run; a run that was stopped by it is queued again at the end."""
     warning = JobWarning()
-    previous = signal.signal(signal.SIGUSR1, warning.note)
+    previous = signal.signal(signal.SIGUSR2, warning.note)
     try:
         yield warning
     finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN if warning.came else previous)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN if warning.came else previous)
         summary = reader.read_summary(run_dir) if warning.came else None
         if summary is not None and summary.outcome == reader.RunState.STOPPED:
             job = job_of(os.environ)

@@ -15,9 +15,9 @@ SMALLER, RETURN, LAST = 5, 8, 15
 """Steps, the three of SFT included: the rank is lost after the first, and taken back after the second."""
 
 
-def lose_a_rank_for_a_while(run: Run) -> None:
+def lose_a_rank_for_a_while(run: Run, *overrides: str) -> None:
     """New processes can not start while the run's configuration is out of reach; those that run do not need it."""
-    run.start(STEPS, gates=(SMALLER, RETURN))
+    run.start(STEPS, *overrides, gates=(SMALLER, RETURN))
     run.wait_at(SMALLER)
     config, hidden = run.run_dir / "config.yaml", run.run_dir / "config.hidden"
     config.rename(hidden)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from kintsugi.journal.facts import StrategyChosen
 from kintsugi.recovery.rank import FLOWS, Flow
 from kintsugi.run_folder.reader import read_journal
 from tests.cluster.mindspore_interpreter import PYTHON, needs_mindspore
 from tests.cluster.real_runs import Run, finished, play
+from tests.cluster.test_elastic import STEPS, lose_a_rank_for_a_while
 
 MINDSPORE = ("actor.framework=mindspore", f"actor.python={PYTHON}")
 OPERATIONS = [
@@ -46,6 +48,15 @@ def killed(process: str, *, step: int, number: signal.Signals = signal.SIGKILL) 
     return scenario
 
 
+def longer(run: Run) -> None:
+    run.start(STEPS, *MINDSPORE)
+    run.finish()
+
+
+def smaller_for_a_while(run: Run) -> None:
+    lose_a_rank_for_a_while(run, *MINDSPORE)
+
+
 SCENARIOS = {
     "undisturbed": undisturbed,
     "the same again": undisturbed,
@@ -53,7 +64,10 @@ SCENARIOS = {
     "kill of model-1": killed("model-1", step=6),
     "stop of model-1": killed("model-1", step=5, number=signal.SIGSTOP),
     "kill of the master": killed("master-0", step=5),
+    "longer": longer,
+    "smaller for a while": smaller_for_a_while,
 }
+KILLED = [name for name in SCENARIOS if name.startswith(("kill", "stop", "the same"))]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +85,7 @@ def operations_of(run_dir: Path, process: str) -> list[str]:
 @needs_mindspore
 @pytest.mark.mindspore
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "undisturbed"])
+@pytest.mark.parametrize("name", KILLED)
 def test_a_fault_leaves_the_weights_of_the_undisturbed_run(
     runs: Mapping[str, Run | BaseException], name: str
 ) -> None:
@@ -93,3 +107,28 @@ def test_a_healthy_rank_carries_out_the_operations_of_the_diagram_without_a_roll
     found = operations_of(finished(runs["kill of model-1"]).run_dir, "model-0")
     assert "rollback" not in found
     assert found[-len(OPERATIONS) :] == OPERATIONS
+
+
+@needs_mindspore
+@pytest.mark.mindspore
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_one_rank_for_a_while_ends_in_the_weights_of_two(
+    runs: Mapping[str, Run | BaseException],
+) -> None:
+    smaller = finished(runs["smaller for a while"])
+    assert [fact.strategy for fact in smaller.facts if isinstance(fact, StrategyChosen)][-1] == "elastic"
+    assert len(smaller.pids_joined()["model-1"]) == 2
+    assert smaller.summary.weights_sha256 == finished(runs["longer"]).summary.weights_sha256
+
+
+@needs_mindspore
+@pytest.mark.mindspore
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), [("kill of model-0", "killed"), ("stop of model-1", "stopped")])
+def test_the_diagnosis_names_the_rank_and_what_happened_to_it(
+    runs: Mapping[str, Run | BaseException], name: str, kind: str
+) -> None:
+    run = finished(runs[name])
+    code, output = run.ask("diagnose", str(run.run_dir))
+    assert code == 0
+    assert f"{name.rsplit(maxsplit=1)[-1]}: {kind}" in output, output

@@ -38,9 +38,13 @@ REWARDS = """
 import time
 
 def odd_digits(completions, **columns):
-    time.sleep(0.1)
+    time.sleep(PAUSE_S)
     return [sum(character in "13579" for character in text) / (len(text) or 1) for text in completions]
 """
+
+SLOWLY = "algorithm.reward=[slow_rewards.py:odd_digits]"
+"""About six seconds a step: something can happen to the run before it ends."""
+FOR_A_MINUTE = "algorithm.reward=[slower_rewards.py:odd_digits]"
 
 pytestmark = [
     pytest.mark.cluster,
@@ -56,7 +60,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     made = SlurmCluster(tmp_path_factory.mktemp("slurm"), count=4)
-    (made.runs / "rewards.py").write_text(REWARDS)
+    for name, pause_s in (("rewards", "0.1"), ("slow_rewards", "2.0"), ("slower_rewards", "4.0")):
+        (made.runs / f"{name}.py").write_text(REWARDS.replace("PAUSE_S", pause_s))
     recipe = RECIPE.read_text().replace("gated_rewards.odd_digits", "rewards.py:odd_digits")
     (made.runs / "recipe.yaml").write_text(f"{recipe}\ncluster:\n  start_timeout_s: 600\n")
     yield made
@@ -317,7 +322,7 @@ def test_a_run_that_reaches_its_time_limit_is_queued_again_and_resumes_by_itself
 ) -> None:
     """The limit is cut while the run runs, since limits are in minutes."""
     command, run_dir = start(
-        cluster, "limited", "cluster.slurm.time_limit_min=60", "cluster.slurm.stop_before_s=60"
+        cluster, "limited", FOR_A_MINUTE, "cluster.slurm.time_limit_min=60", "cluster.slurm.stop_before_s=60"
     )
     wait_for_step(run_dir, 2, command)
     (job,) = [line.split()[0] for line in cluster.jobs()]
@@ -335,7 +340,7 @@ def test_a_run_that_reaches_its_time_limit_is_queued_again_and_resumes_by_itself
 def test_a_drained_node_is_left_between_two_steps_and_the_run_goes_on(
     cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
 ) -> None:
-    command, run_dir = start(cluster, "drained", "cluster.slurm.spare_nodes=1")
+    command, run_dir = start(cluster, "drained", SLOWLY, "cluster.slurm.spare_nodes=1")
     wait_for_step(run_dir, 2, command)
     cluster.slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
 
@@ -448,7 +453,7 @@ def test_a_run_is_stopped_from_the_login_node_and_resumed_in_another_job(
 def test_a_job_of_a_higher_priority_takes_the_nodes_and_the_run_resumes_when_it_has_ended(
     cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
 ) -> None:
-    command, run_dir = start(cluster, "preempted")
+    command, run_dir = start(cluster, "preempted", SLOWLY)
     wait_for_step(run_dir, 2, command)
     cluster.slurm(
         "sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 5"

@@ -112,7 +112,7 @@ def test_the_script_asks_for_nodes_a_warning_and_a_requeue_and_quotes_what_it_is
         "--nodes=4",
         "--no-kill",
         "--requeue",
-        "--signal=B:USR1@180",
+        "--signal=B:USR2@180",
         "--partition=gpu",
         "--time=240",
         "'--comment=two words'",
