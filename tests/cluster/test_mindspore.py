@@ -129,6 +129,7 @@ def test_the_diagnosis_names_the_rank_and_what_happened_to_it(
     runs: Mapping[str, Run | BaseException], name: str, kind: str
 ) -> None:
     run = finished(runs[name])
-    code, output = run.ask("diagnose", str(run.run_dir))
+    code, output = run.ask("diagnose", str(run.run_dir), "--json")
     assert code == 0
-    assert f"{name.rsplit(maxsplit=1)[-1]}: {kind}" in output, output
+    cause = json.loads(output)["causes"][0]
+    assert (cause["process"], cause["kind"]) == (name.rsplit(maxsplit=1)[-1], kind)
