@@ -255,7 +255,8 @@ def test_a_state_whose_source_ends_in_the_middle_goes_on_from_another(
         fetcher.open(3, replica="model-1")[0].read(received)
         fetched = COUNTERS.snapshot().counters["state_bytes_fetched"] - before
     assert torch.equal(received["weights/a"], tensors["weights/a"])
-    assert fetched <= 1600 // 2 + 64, "what had arrived was not fetched again"
+    in_flight = 4 * 64  # Pieces that other connections were receiving when the source ended.
+    assert fetched <= 1600 // 2 + 64 + in_flight, "what had arrived was not fetched again"
 
 
 def test_a_copy_that_would_exceed_the_bandwidth_is_left_out() -> None:
