@@ -104,7 +104,7 @@ def test_parts_go_to_the_rank_that_they_are_for(store: str) -> None:
 
 def test_a_collective_that_waits_for_a_lost_rank_ends_when_the_group_is_ended(store: str) -> None:
     first, second = joined(store, group_id=1, size=2)
-    second.close()  # As after a kill: its sockets are gone, and nobody tells.
+    second.close()  # As after a kill: its sockets are gone, and no message says so.
     ending = threading.Timer(0.05, first.end, ["this rank was told to stop"])
     ending.start()
     try:
