@@ -27,7 +27,7 @@ from kintsugi.model.known_answer import KnownAnswer
 from kintsugi.model.memory import DeviceReading, RunMemory
 from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.model.tokenizer import Tokenizer
-from kintsugi.model.torch_internals import cpu_has_avx512_bf16
+from kintsugi.model.torch_internals import cpu_has_amx, cpu_has_avx512_bf16
 from kintsugi.model.transformer import Transformer
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.run_folder.layout import RunFolder
@@ -168,13 +168,16 @@ def why_not_trained_from(architecture: ModelConfig, *, dtype: torch.dtype) -> st
     """Reason why the compiled runner can not sample for training, where its log-probabilities must equal the trainer's;
     empty if it can."""
     if dtype is torch.bfloat16 and not rounds_like_the_trainer():
-        return "in bfloat16 compiled steps round like the trainer on CPUs with AVX512-BF16 only"
+        return (
+            "in bfloat16 compiled steps round like the trainer only on CPUs with AVX512-BF16 and without AMX"
+        )
     return why_not_native(architecture, dtype=dtype)
 
 
 def rounds_like_the_trainer() -> bool:
-    """Whether this is a CPU on which the order of the trainer's sums is known."""
-    return cpu_has_avx512_bf16()
+    """Whether this is a CPU on which the order of the trainer's sums is known. From 500 keys on, it is another one on CPUs
+    with AMX, also when they are not used."""
+    return cpu_has_avx512_bf16() and not cpu_has_amx()
 
 
 def agreed_steps(folder: Path, *, reason: str, process: str) -> bool:

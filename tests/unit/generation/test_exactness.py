@@ -367,7 +367,7 @@ def test_log_probabilities_of_real_weights_are_the_trainers(smollm2: Path, nativ
     """In bfloat16 thirty layers round so often that either is 0.03 away from float32, but both round alike."""
     for dtype, mean in ((torch.float32, 1e-5), (torch.bfloat16, 5e-3)):
         if native and dtype is torch.bfloat16 and not rounds_like_the_trainer():
-            continue  # Nobody trains on these there: `open_backend` takes the others.
+            continue  # No run trains on these there: `open_backend` takes the others.
         model = huggingface.load(smollm2, dtype=dtype)
         outputs = _sampled_texts(model, Tokenizer.load(smollm2), native=native)
         sampled = np.concatenate([output.tokens.logprobs for output in outputs])

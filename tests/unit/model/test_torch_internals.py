@@ -26,6 +26,7 @@ from kintsugi.model.torch_internals import (
     blocked_linear_add,
     blocked_weight,
     copy_all,
+    cpu_has_amx,
     cpu_has_avx512_bf16,
     fused_adamw,
     gloo_group,
@@ -226,11 +227,13 @@ def test_many_tensors_are_copied_in_one_call() -> None:
     assert targets[0].tolist() == [1.0] * 3 and targets[1].tolist() == [[2.0] * 2] * 2
 
 
-def test_the_cpu_reports_whether_it_has_avx512_bf16() -> None:
+def test_the_cpu_reports_whether_it_has_avx512_bf16_and_amx() -> None:
     flags = Path("/proc/cpuinfo")
     if not flags.exists() or "flags" not in flags.read_text(encoding="utf-8"):
         pytest.skip("needs the CPU flags of an x86 Linux host")
-    assert cpu_has_avx512_bf16() == ("avx512_bf16" in flags.read_text(encoding="utf-8").split())
+    found = flags.read_text(encoding="utf-8").split()
+    assert cpu_has_avx512_bf16() == ("avx512_bf16" in found)
+    assert cpu_has_amx() == ("amx_tile" in found)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
