@@ -32,8 +32,8 @@ from torch import Tensor
 from kintsugi.model.listeners import listening_sockets, refuse_connections
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-"""oneDNN reads it at its first product. With AMX, the bits of attention in bfloat16 depend on its padding, and sampler and
-trainer differ by 0.015 per log-probability; without, by 4e-6 (135 M parameters). A variable that is set is respected."""
+"""oneDNN reads it at its first product. With AMX, the bits of attention in bfloat16 depend on its padding, and sampler
+and trainer differ by 0.015 per log-probability; without, by 4e-6 (135 M parameters). A value of the user's stays."""
 
 _c10d: Any = torch._C._distributed_c10d
 """Untyped: torch's annotations lack most of this module."""

@@ -175,8 +175,8 @@ def why_not_trained_from(architecture: ModelConfig, *, dtype: torch.dtype) -> st
 
 
 def rounds_like_the_trainer() -> bool:
-    """Whether this is a CPU on which the order of the trainer's sums is known. From 500 keys on, it is another one on CPUs
-    with AMX, also when they are not used."""
+    """Whether this is a CPU on which the order of the trainer's sums is known: on CPUs with AMX it is another one from
+    500 keys on, also where AMX is not used."""
     return cpu_has_avx512_bf16() and not cpu_has_amx()
 
 
