@@ -51,6 +51,8 @@ class Incident:
         """Live process → number of operations that failed there."""
         self.repairs = 0
         """Number of repairs that failed since the last rollback."""
+        self.sent_home: set[str] = set()
+        """Ranks that were started again on the host of their snapshot."""
         self.fell_back = False
         """Whether the run has already returned to an earlier step."""
 

@@ -205,7 +205,8 @@ class TrainingState(RankState):
         assert group is not None, "the weights of several shards are gathered after an update"
         self._gather(group, part)
         squares = torch.stack((_norm(self._some_weights(part) - before), _norm(before))).square()
-        changed, held = group.all_gather(squares, timeout_s=GATHER_TIMEOUT_S).sum(dim=0).sqrt()
+        gathered = group.all_gather(squares, timeout_s=GATHER_TIMEOUT_S)[self._box.counted(group)]
+        changed, held = gathered.sum(dim=0).sqrt()
         return _relative(changed, held)
 
     def _whole_by_name(self, reference: Tensor | None) -> dict[str, Tensor]:

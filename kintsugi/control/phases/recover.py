@@ -289,7 +289,8 @@ class RecoveryCoordinator:
             shards = self._config.actor.layout.shards
             has_all = len({seat_of(rank, shards=shards) for rank in holders}) == shards
             if incident.repairs >= REPAIR_ATTEMPTS and not has_all:
-                self._fall_back(fault, now)
+                if not self._send_home([rank for rank in living if rank not in holders], fault, now):
+                    self._fall_back(fault, now)
             elif incident.repairs >= REPAIR_ATTEMPTS and process in living and process not in holders:
                 self._processes.terminate(process, fault, now)
         elif kind is not FaultClass.CONSEQUENCE and self._decision.state.members.is_live(process):
@@ -374,6 +375,25 @@ class RecoveryCoordinator:
         assert fault is not None, "only an incident is given up"
         self.protocol.dumped(now)
         return PhaseReport(PhaseResult.UNRECOVERABLE, fault=fault)
+
+    def _send_home(self, ranks: list[str], fault: Fault, now: float) -> bool:
+        """Start ranks without their part of the state again on the hosts where the snapshots of it are, once per
+        incident: their agents were away when the ranks were placed. Return whether there are any."""
+        incident, state = self._incidents.current, self._decision.state
+        assert incident is not None
+        if self._config.actor.layout.shards == 1:
+            return False
+        away = [
+            rank
+            for rank in ranks
+            if state.homes.get(rank, "") not in ("", state.members.members[rank].host)
+            and state.members.agent_of(state.homes[rank]) is not None
+            and rank not in incident.sent_home
+        ]
+        incident.sent_home.update(away)
+        for rank in away:
+            self._processes.terminate(rank, fault, now)
+        return bool(away)
 
     def _fall_back(self, fault: Fault, now: float) -> None:
         """Undo steps after their state is lost: return to the step before, which a snapshot or a peer replica may still
