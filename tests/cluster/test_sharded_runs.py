@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -10,16 +10,18 @@ import torch
 from safetensors.torch import load_file
 
 from kintsugi.checkpoint.store import latest
-from kintsugi.journal.facts import IncidentClosed, StepCommitted
+from kintsugi.journal.facts import IncidentClosed, ProcessJoined, StepCommitted, StrategyChosen
 from kintsugi.model.huggingface import load
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
-from tests.cluster.real_runs import LAST_STEP, Run, play_selected
+from tests.cluster.real_runs import LAST_STEP, Run, play_selected, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.sharding]
 
 PARTS = "actor.logical_shards=4"
 """Of the batch: what the bits depend on."""
 KILLED_AT = 5
+SMALLER, RETURN = 4, 6
+"""Steps after which ranks are lost, and are taken back."""
 LONGEST_S = 300.0
 """Runs of four ranks on two busy cores take a minute; this only bounds a broken one."""
 
@@ -58,6 +60,25 @@ def resume_with(run: Run, *, shards: int) -> None:
     run.finish()
 
 
+def lose_ranks_for_a_while(run: Run, *, lost: Sequence[str]) -> None:
+    """Of four ranks with two parts, each part keeps a rank. New processes can not start while the run's configuration
+    is out of reach."""
+    run.longest_s = LONGEST_S
+    run.start(*layout(4, 2), gates=(SMALLER, RETURN))
+    run.wait_at(SMALLER)
+    config, hidden = run.run_dir / "config.yaml", run.run_dir / "config.hidden"
+    config.rename(hidden)
+    for rank in lost:
+        run.kill(rank)
+    run.let_through(SMALLER)
+    until(lambda: any(isinstance(fact, IncidentClosed) for fact in run.facts), "the run to go on smaller")
+    run.wait_at(RETURN)
+    hidden.rename(config)
+    until(lambda: all(len(run.pids_joined()[rank]) == 2 for rank in lost), "the return of the lost ranks")
+    run.let_through(RETURN)
+    run.finish()
+
+
 SCENARIOS: dict[str, Callable[[Run], None]] = {
     "one rank": partial(undisturbed, ranks=1, shards=1),
     "two replicas": partial(undisturbed, ranks=2, shards=1),
@@ -69,6 +90,8 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "two shards killed": partial(
         lambda run, **of: kill_ranks(run, "model-0", "model-3", **of), ranks=4, shards=4
     ),
+    "smaller by one": partial(lose_ranks_for_a_while, lost=("model-1",)),
+    "smaller by two": partial(lose_ranks_for_a_while, lost=("model-1", "model-2")),
     "resumed with one": partial(resume_with, shards=1),
     "resumed with two": partial(resume_with, shards=2),
 }
@@ -76,6 +99,8 @@ LOST = {
     "a shard killed": {"model-2"},
     "a replica killed": {"model-1"},
     "two shards killed": {"model-0", "model-3"},
+    "smaller by one": {"model-1"},
+    "smaller by two": {"model-1", "model-2"},
 }
 
 
@@ -100,8 +125,20 @@ def test_only_the_lost_ranks_are_replaced_and_every_step_has_the_state_of_the_tw
     again = {process for process, pids in joined.items() if len(pids) > 1}
     assert again == LOST[name], joined
     assert any(isinstance(fact, IncidentClosed) for fact in run.facts), "the kill was an incident"
-    twin = run_of("two by two" if name == "a replica killed" else "four shards")
+    twin = run_of("two by two" if "smaller" in name or name == "a replica killed" else "four shards")
     assert digests(run) == digests(twin)
+
+
+@pytest.mark.parametrize("name", ["smaller by one", "smaller by two"])
+def test_the_ranks_that_are_left_go_on_while_each_part_has_one(
+    name: str, run_of: Callable[[str], Run]
+) -> None:
+    facts = run_of(name).facts
+    assert [fact.strategy for fact in facts if isinstance(fact, StrategyChosen)][-1] == "elastic"
+    returned = max(i for i, fact in enumerate(facts) if isinstance(fact, ProcessJoined))
+    committed = [i for i, fact in enumerate(facts) if isinstance(fact, StepCommitted)]
+    chosen = max(i for i, fact in enumerate(facts) if isinstance(fact, StrategyChosen))
+    assert any(chosen < i < returned for i in committed) and committed[-1] > returned
 
 
 def digests(run: Run) -> dict[int, str]:
