@@ -159,6 +159,7 @@ def network_troubles(
     found = [
         _trouble(bundle, blame, _cut_or_lost(bundle, signs, blame))
         for blame in blamed(bundle, signs.cut, used=signs.used, shown_s=SAMPLE_S, at=at)
+        if not _may_lose(bundle, signs, blame, at=at)
     ]
     found += [
         _trouble(bundle, blame, _late_or_lost(bundle, signs, blame))
@@ -287,12 +288,32 @@ def _cut_or_lost(bundle: EvidenceBundle, signs: _Signs, blame: BlamedEnd) -> Fin
     """Return a cut; a loss if other connections of the end have losses, since one of them may then stall for
     seconds."""
     points = blame.points
-    onset = min(point.time - FIRST_TRY_S * (2**point.value - 1) for point in points)
+    onset = _cut_onset(blame)
     if lost := _losses_beside(bundle, signs, blame, onset=onset):
         finding = _lost(bundle, signs, blame._replace(points=lost))
         return msgspec.structs.replace(finding, until=max(finding.until, points[-1].time))
     words = "nothing is acknowledged despite repeated retransmissions"
     return _finding(bundle, signs, blame, FaultKind.NETWORK_CUT, onset, words, 0.78)
+
+
+def _may_lose(bundle: EvidenceBundle, signs: _Signs, blame: BlamedEnd, *, at: float) -> bool:
+    """Return whether it is not clear yet that an end is cut off: other connections of it are acknowledged after its
+    onset. Where half of the packets are lost, one connection stalls before the losses of others are many."""
+    if at >= blame.points[0].time + UNCLEAR_S:
+        return False
+    onset = _cut_onset(blame)
+    bad = {point.pair for point in blame.points}
+    between_hosts = all(bundle.host(pair[0]) != bundle.host(pair[1]) for pair in bad)
+    passing = any(
+        bundle.host(pair[0]) != bundle.host(pair[1]) or not between_hosts
+        for pair in _in_use(bundle, since=onset + SAMPLE_S, until=at) - bad
+        if _is_at(bundle, blame, ConnectionEnd(onset, (*pair, 0), 0.0))
+    )
+    return passing and not _losses_beside(bundle, signs, blame, onset=onset)
+
+
+def _cut_onset(blame: BlamedEnd) -> float:
+    return min(point.time - FIRST_TRY_S * (2**point.value - 1) for point in blame.points)
 
 
 def _losses_beside(
