@@ -558,3 +558,23 @@ def test_a_copied_recipe_can_be_used_where_it_lies_and_overwrites_nothing(
 
 def test_check_takes_the_name_of_a_packaged_recipe(kintsugi: Kintsugi) -> None:
     assert "graph of sft" in kintsugi("check", "sft_arithmetic").output
+
+
+def test_a_soak_strikes_only_the_roles_that_were_asked_for(
+    kintsugi: Kintsugi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def soak(*_: object, roles: list[str], **options: object) -> None:
+        asked.append([*roles])
+        raise UserError("no soak is made here")
+
+    monkeypatch.setattr("kintsugi.lab.soak.soak.Soak", soak)
+    for number, roles in enumerate((["--role", "model", "--role", "agent"], [])):
+        kintsugi("soak", GRPO, *roles, f"run_dir=soak-{number}")
+    assert asked == [["model", "agent"], ["rollout", "server", "manager", "model", "agent", "master", "host"]]
+    refused = kintsugi("soak", GRPO, "--role", "trainer")
+    assert refused.code == 2
+    assert "expected rollout, server, manager, model, agent, master, host, got trainer" in " ".join(
+        refused.errors.replace("│", " ").split()
+    )
