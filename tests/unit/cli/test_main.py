@@ -3,9 +3,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import msgspec
 import pytest
 
 from kintsugi.cli import main, supervisor
+from kintsugi.cli.live import LiveView
 from kintsugi.cluster import launcher
 from kintsugi.config import recipe
 from kintsugi.config.recipe import description, load, load_config, packaged_recipes
@@ -488,6 +491,36 @@ def test_attach_to_an_ended_run_shows_its_results_and_of_an_interrupted_one_name
     result = kintsugi("attach", "mine")
     assert result.code == 2
     assert "expected a run that is running, it was interrupted; try `kintsugi resume mine`" in result.errors
+
+
+def test_ctrl_c_detaches_also_where_python_ignores_exceptions(
+    kintsugi: Kintsugi, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kintsugi("train", GRPO, "run_dir=mine")
+
+    class Collected:
+        """Its end calls back; Python prints and ignores an exception that is raised there."""
+
+    def interrupt_in_a_callback(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(1000))  # The interpreter handles signals between two instructions.
+
+    ticks: list[LiveView] = []
+
+    def tick(view: LiveView) -> None:
+        ticks.append(view)
+        collected = Collected()
+        reference = weakref.ref(collected, interrupt_in_a_callback)
+        del collected
+        assert reference() is None
+
+    monkeypatch.setattr(LiveView, "tick", tick)
+    monkeypatch.setattr("kintsugi.cli.run_actions.find_started", lambda folder: True)
+    launcher = reader.Launcher(os.getpid(), 0, "here", "")
+    monkeypatch.setattr(reader, "living_launcher", lambda folder: launcher if len(ticks) < 3 else None)
+    result = kintsugi("attach", "mine")
+    assert result.code == 0 and "detached; the run goes on" in result.output
+    assert len(ticks) == 1, "the first Ctrl-C is enough"
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
