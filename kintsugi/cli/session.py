@@ -104,8 +104,8 @@ def start_detached(config: Config, *, run_dir: Path, resume: bool) -> int:
 def attach(run_dir: Path) -> int:
     """Show a running run as `kintsugi train` does, until it ends; Ctrl-C leaves the run going.
 
-    Ctrl-C is read from a descriptor: as an exception it would be lost where Python ignores exceptions, as in a callback
-    of the import system.
+    Ctrl-C is read from a descriptor, as by `kintsugi train`: it also works where a shell has started the command with
+    SIGINT ignored, as in the background, and where Python ignores exceptions, as in a callback of an import.
     """
     config, since = load_config(RunFolder(run_dir).config_file), SYSTEM_CLOCK.wall()
     output = SteadyOutput(sys.stdout)

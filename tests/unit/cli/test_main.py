@@ -493,8 +493,9 @@ def test_attach_to_an_ended_run_shows_its_results_and_of_an_interrupted_one_name
     assert "expected a run that is running, it was interrupted; try `kintsugi resume mine`" in result.errors
 
 
-def test_ctrl_c_detaches_also_where_python_ignores_exceptions(
-    kintsugi: Kintsugi, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("inherited", [signal.default_int_handler, signal.SIG_IGN], ids=["", "ignored"])
+def test_ctrl_c_detaches_also_where_the_signal_or_exceptions_are_ignored(
+    kintsugi: Kintsugi, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, inherited: Any
 ) -> None:
     kintsugi("train", GRPO, "run_dir=mine")
 
@@ -518,7 +519,11 @@ def test_ctrl_c_detaches_also_where_python_ignores_exceptions(
     monkeypatch.setattr("kintsugi.cli.run_actions.find_started", lambda folder: True)
     launcher = reader.Launcher(os.getpid(), 0, "here", "")
     monkeypatch.setattr(reader, "living_launcher", lambda folder: launcher if len(ticks) < 3 else None)
-    result = kintsugi("attach", "mine")
+    before = signal.signal(signal.SIGINT, inherited)
+    try:
+        result = kintsugi("attach", "mine")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.code == 0 and "detached; the run goes on" in result.output
     assert len(ticks) == 1, "the first Ctrl-C is enough"
 
