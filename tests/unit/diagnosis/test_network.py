@@ -150,6 +150,20 @@ def test_a_stalled_connection_beside_others_that_pass_is_named_when_it_is_clear_
     assert named(run.play(3)) == [("model-1", kind)]
 
 
+def test_a_connection_that_stalls_again_after_something_was_acknowledged_loses_and_is_not_cut() -> None:
+    """A run that stands still sends so little that only one connection shows it."""
+    run = HealthyRun().play(30)
+
+    def stalls_twice(now: float, rates: dict[str, float]) -> None:
+        since = 31 if now < 36 else 36
+        rates.update(out_bytes=0.0, backoff=min(3.0, now - since))
+        if now == 36:
+            rates.update(out_bytes=1000.0, backoff=0.0)
+
+    run.changes["model-1", MASTER] = stalls_twice
+    assert named(run.play(8)) == [("model-1", "network_loss")]
+
+
 def test_a_connection_that_stalls_after_losses_of_several_seconds_is_not_cut() -> None:
     run = HealthyRun().play(30)
 
