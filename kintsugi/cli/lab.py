@@ -34,6 +34,12 @@ def soak(
     cold: Annotated[
         bool, typer.Option("--cold", help="Disable the fork server: every process imports its libraries.")
     ] = False,
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only processes of this role, e.g. model or master; may be repeated. Default: all."
+        ),
+    ] = None,
     output: Annotated[
         Output | None,
         typer.Option(help="Show the disturbed runs as `kintsugi train` does, on an output of this kind."),
@@ -47,16 +53,22 @@ def soak(
 
     from kintsugi.config.recipe import anchored
     from kintsugi.lab.soak import report as reports
+    from kintsugi.lab.soak.plan import FaultRole
     from kintsugi.lab.soak.soak import Soak
     from kintsugi.run_folder.creation import create_run_dir, next_run_dir
 
     if cold and output is not None:
         raise typer.BadParameter("a run with an output is started with the fork server: leave out --cold")
+    if unknown := set(role or ()) - set(FaultRole):
+        raise typer.BadParameter(f"--role: expected {', '.join(FaultRole)}, got {', '.join(sorted(unknown))}")
+    roles = [each for each in FaultRole if each in (role or FaultRole)]
     config = anchored(load_validated(recipe, overrides).config)
     folder = Path(config.run_dir) if config.run_dir else next_run_dir(config.name).resolve()
     create_run_dir(folder)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run = Soak(config, folder=folder, num_faults=faults, seed=seed, cold=cold, output=output, say=say)
+    run = Soak(
+        config, folder=folder, num_faults=faults, seed=seed, cold=cold, roles=roles, output=output, say=say
+    )
     report = run.run()
     if json is not None:
         reports.write(report, json)
