@@ -210,6 +210,8 @@ class HostManager:
         self._closed_at = -math.inf
         self._leaving: dict[str, tuple[Path, str]] = {}
         """Host that its engine wants back → the notice of it to the master, and the reason."""
+        self._asked: set[str] = set()
+        """Hosts whose supervisors were asked to end by their engine, which has been told to the back end."""
         self._ending_at: float | None = None
 
     def run(self) -> None:
@@ -299,7 +301,9 @@ class HostManager:
                     self._join(record, join, delivery)
                 case HostBeat() as beat:
                     self._beat(record, beat)
-                    self._endpoint.reply(delivery, HostOrders(end=self._ending_at is not None))
+                    # A host that has nothing of the run yet ends at once when its engine asks for it.
+                    early = bool(beat.leaving) and record.phase is HostPhase.JOINED
+                    self._endpoint.reply(delivery, HostOrders(end=early or self._ending_at is not None))
                 case FetchFile(name=digest, offset=offset):
                     # The time to start its agent begins when it has all files: a large model takes longer than that.
                     self._since[record.host] = self._heard_at[record.host] = self._clock.monotonic()
@@ -358,6 +362,9 @@ class HostManager:
             record.was_ready = True
             record.num_losses = 0
             self._set_phase(record, HostPhase.READY)
+        elif beat.leaving and record.phase is HostPhase.READY and record.host not in self._asked:
+            self._asked.add(record.host)
+            self._backend.asked_to_end(record.host, beat.leaving)
 
     def _set_phase(self, record: HostRecord, phase: HostPhase) -> None:
         record.phase = phase
@@ -374,8 +381,9 @@ class HostManager:
                     record.place = place
                 case HostDoubted(host=host, why=why):
                     self._doubts[host] = why
-                case HostLeaves(why=why) if record.phase is HostPhase.READY:
-                    self._leave(record, why)
+                case HostLeaves(host=host, why=why):
+                    if record.phase is HostPhase.READY and host not in self._leaving:
+                        self._leave(record, why)
                 case HostWent(why=why) if record.phase not in (HostPhase.LOST, HostPhase.ENDED):
                     self._lose(record, why)
 
@@ -427,7 +435,12 @@ class HostManager:
             self._set_phase(record, HostPhase.ENDED)
             return
         named = self._named(record.host)
-        has_left = self._leaving.pop(record.host, None) is not None
+        notice, _ = self._leaving.pop(record.host, (None, ""))
+        has_left = notice is not None and not notice.exists()
+        if notice is not None and not has_left:  # It is gone before the master has moved its processes.
+            with contextlib.suppress(OSError):
+                notice.unlink()
+        self._asked.discard(record.host)
         if not record.was_ready:
             self._report(HostFailed(named, why))
         elif record.phase in (HostPhase.JOINED, HostPhase.READY) and not has_left:

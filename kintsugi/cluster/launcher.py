@@ -623,10 +623,11 @@ class Launcher:
 
     def _on_stop_request(self) -> None:
         """The first request stops the run after this step; the second one ends everything immediately. On a host of
-        another machine, where the run does not stop, the first one ends the host."""
+        another machine, where the run does not stop, its supervisor decides about the first one."""
         self._num_stops += 1
         if self._own != LAUNCHER:
-            self.close_agents()
+            if self._num_stops > 1:
+                self.close_agents()
         elif self._num_stops == 1:
             self._signal_agents(signal.SIGTERM)
         else:

@@ -72,6 +72,8 @@ class HostBeat(MessageBody, frozen=True):
     """Its agent has ended in order, or can not be started again; this is its last message."""
     failure: str = ""
     """Why the host can not go on; empty after an orderly end."""
+    leaving: str = ""
+    """Why it is to end soon, although it still runs: its engine has asked it to by a signal."""
     wall: float = 0.0
 
 

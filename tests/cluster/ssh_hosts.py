@@ -188,6 +188,17 @@ class SshHosts:
                 found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
+    def supervisors_of(self, host: str) -> list[int]:
+        """Pids, on this machine, of the supervisors on a host."""
+        machine = self._machines[host]
+        (inner,) = Path(f"/proc/{machine.pid}/task/{machine.pid}/children").read_text().split()
+        namespace = os.readlink(f"/proc/{inner}/ns/pid")
+        return [
+            pid
+            for pid, command in self.pids().items()
+            if "agent --join" in command and os.readlink(f"/proc/{pid}/ns/pid") == namespace
+        ]
+
     def scratch_of(self, host: str) -> list[str]:
         """Scratch folders on a host."""
         machine = self._machines[host]

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kintsugi.run_folder.reader import Launcher, read_summary
-from kintsugi.telemetry.events import Alert, read_events
+from kintsugi.telemetry.events import Alert, Span, read_events
 from tests.cluster import ssh_hosts
 from tests.cluster.ssh_hosts import SshHosts
 from tests.cluster.tiny_runs import until
@@ -140,6 +140,31 @@ def test_a_host_that_is_powered_off_for_good_changes_no_bit(
     finally:
         machines.power_on("host-3")
     assert weights_of(run_dir) == weights_of_one_machine
+    machines.assert_nothing_left()
+
+
+@pytest.mark.hosts
+def test_a_host_that_is_asked_to_end_is_left_between_two_steps(
+    machines: SshHosts, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(machines, "asked")
+    wait_for_step(run_dir, 2, command)
+    (supervisor,) = machines.supervisors_of("host-2")
+    os.kill(supervisor, signal.SIGTERM)
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    told = [
+        record.event.message
+        for record in read_events(run_dir, process="host_manager-0")
+        if isinstance(record.event, Alert)
+    ]
+    assert "is to be left: its supervisor was asked to end by a signal" in told[0]
+    committed = [
+        record.event.attributes["step"]
+        for record in read_events(run_dir, process="master-0")
+        if isinstance(record.event, Span) and record.event.name == "step"
+    ]
+    assert len(committed) == len(set(committed)), "no step was repeated"
     machines.assert_nothing_left()
 
 
