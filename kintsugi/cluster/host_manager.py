@@ -66,7 +66,7 @@ from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.disk import write_atomically
 from kintsugi.telemetry.disk_budget import DISK_BUDGET
-from kintsugi.telemetry.events import Alert, EventLog, FaultSeen, Note
+from kintsugi.telemetry.events import Alert, EventLog, FaultSeen, HostLost, Note
 from kintsugi.telemetry.verdict_files import HostNotice, give_notice
 from kintsugi.transport import Delivery, Endpoint, new_key_pair
 from kintsugi.types import Peer
@@ -123,6 +123,8 @@ class HostDecision(msgspec.Struct, frozen=True):
     action: str = ""
     """`order`: under a new ticket; `lose`: it is gone; `fail`: the run can not begin; empty: nothing."""
     why: str = ""
+    is_silence: bool = False
+    """Nothing but its silence is known: it may be cut off."""
 
 
 def decide(
@@ -145,7 +147,8 @@ def decide(
         what = "join" if record.phase is HostPhase.ORDERED else "start its agent"
         return HostDecision("lose" if record.was_ready else "fail", f"it did not {what} within {join_s:g} s")
     if record.phase in (HostPhase.JOINED, HostPhase.READY) and now - heard_at > SILENT_S:
-        return HostDecision("lose" if record.was_ready else "fail", f"it is silent for {SILENT_S:g} s")
+        action = "lose" if record.was_ready else "fail"
+        return HostDecision(action, f"it is silent for {SILENT_S:g} s", is_silence=True)
     if record.phase is HostPhase.READY and doubt and now - heard_at > DOUBTED_SILENT_S:
         return HostDecision("lose", f"{doubt}, and it is silent for {now - heard_at:.1f} s")
     is_closed = heard_at < closed_at < heard_at + LAST_BEAT_S
@@ -410,7 +413,7 @@ class HostManager:
                 self._backend.replace(self._order(host, now))
                 self._write()
             elif decision.action:
-                self._lose(record, decision.why)
+                self._lose(record, decision.why, is_silence=decision.is_silence)
 
     def _leave(self, record: HostRecord, why: str) -> None:
         """Have the master move the processes of a host between two steps; then the host is given up."""
@@ -429,7 +432,7 @@ class HostManager:
             self._log.emit(FaultSeen(fault_of(error, process=HOST_MANAGER, time=self._clock.wall())))
             return None
 
-    def _lose(self, record: HostRecord, why: str) -> None:
+    def _lose(self, record: HostRecord, why: str, *, is_silence: bool = False) -> None:
         """Note the loss of a host. If it had never started, the run can not begin."""
         if self._ending_at is not None:
             self._set_phase(record, HostPhase.ENDED)
@@ -452,7 +455,11 @@ class HostManager:
             process, Fault(f"{process}@{record.ticket}", "HostLost", process, why, self._clock.wall())
         )
         self._set_phase(record, HostPhase.LOST)
-        self._log.emit(Alert(f"{named} is lost: {why}"))
+        message = f"{named} is lost: {why}"
+        if is_silence or has_left or not record.was_ready:
+            self._log.emit(Alert(message))
+        else:
+            self._log.emit(HostLost(message, of=self._agents[record.host].process, host=record.host))
 
     def _named(self, host: str) -> str:
         return f"{host} ({self._names.get(host) or self._records[host].place or 'not placed yet'})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kintsugi.diagnosis.diagnose import diagnose
+from kintsugi.diagnosis.verdict import FaultKind
 from kintsugi.run_folder.reader import Launcher, read_summary
 from kintsugi.telemetry.events import Alert, Span, read_events
 from tests.cluster import ssh_hosts
@@ -217,6 +220,30 @@ def test_launcher_and_standby_killed_together_leave_nothing_on_any_host_and_the_
     code, output = machines.ask("resume", str(run_dir), timeout_s=LONGEST_S)
     assert code == 0, output
     assert weights_of(run_dir) == weights_of_one_machine
+    machines.assert_nothing_left()
+
+
+@pytest.mark.hosts
+def test_a_soak_loses_whole_machines_and_ends_in_the_bits_of_its_undisturbed_twin(machines: SshHosts) -> None:
+    folder, report = machines.runs / "soak", machines.runs / "soak.json"
+    code, output = machines.ask(
+        *("soak", "recipe.yaml", f"run_dir={folder}", "--faults", "2", "--role", "node"),
+        *("--json", str(report), "--on", str(machines.hosts_file())),
+        timeout_s=4 * LONGEST_S,
+    )
+    assert code == 0, output
+    found = json.loads(report.read_text())
+    for fault in found["faults"]:
+        assert (fault["role"], fault["kind"]) == ("node", "kill")
+        assert fault["recovered_ms"] is not None and fault["healthy_pids_unchanged"], fault
+    totals = found["totals"]
+    assert totals["weights_sha256"] == totals["weights_sha256_undisturbed"] != ""
+    assert totals["step_hashes_equal"]
+    assert (totals["samples_lost"], totals["samples_duplicated"], totals["processes_left"]) == (0, 0, 0)
+    diagnosis = diagnose(folder / "disturbed-1")
+    lost = [cause for cause in diagnosis.causes if cause.kind is FaultKind.HOST_LOST]
+    assert {cause.process for cause in lost} <= {"agent-1", "agent-2", "agent-3"} and lost, diagnosis
+    assert {cause.process for cause in diagnosis.causes} == {cause.process for cause in lost}, diagnosis
     machines.assert_nothing_left()
 
 

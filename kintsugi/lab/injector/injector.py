@@ -42,6 +42,7 @@ from kintsugi.lab.injector.injector_process import InjectorReport
 from kintsugi.lab.injector.reaper import ReaperGuard
 from kintsugi.lab.injector.triggers import TriggerWatch
 from kintsugi.lab.injector.undo_log import ProcessIdentity, ResumeProcess, network_of
+from kintsugi.lab.testbed.remote_hosts import HERE, RemoteHosts
 from kintsugi.lab.testbed.testbed import RunTestbed
 from kintsugi.lab.testbed.tools import ToolFailed
 from kintsugi.lab.testbed.watch import MASTER, RunWatch
@@ -66,6 +67,9 @@ class InjectableRun(Protocol):
 
     @property
     def running(self) -> bool: ...
+
+    @property
+    def remote(self) -> RemoteHosts | None: ...
 
     def is_ours(self, pid: int) -> bool: ...
 
@@ -191,7 +195,8 @@ class Injector:
         injected = self._record(
             injection,
             process=injection.target,
-            target=target,
+            pid=target.pid,
+            host=self._host_of(target),
             mechanism=mechanism,
             wall=began.wall,
             monotonic=began.monotonic,
@@ -226,36 +231,65 @@ class Injector:
                     return report
             trigger.until_holds()
 
-    def signal_in_phase(self, injection: Injection, pids: Mapping[str, int]) -> tuple[Injected, ...]:
+    def signal_in_phase(
+        self, injection: Injection, pids: Mapping[str, int], *, is_whole_host: bool = False
+    ) -> tuple[Injected, ...]:
         """Kill or stop all of `pids` in one instant if the master is in the phase of the trigger; else return ().
 
-        Processes that have ended, or that do not belong to the run, are left out. Nothing is undone later.
+        Processes that have ended, or that do not belong to the run, are left out. Nothing is undone later. With
+        `is_whole_host` the supervisor of their host, on another machine, ends with them.
         """
         mechanism = SIGNALS[injection.ability]
         trigger = TriggerWatch(
             injection.trigger, watch=self._watch, run_dir=self._run.run_dir, alive=lambda: self._run.running
         )
-        hit: dict[str, ProcessIdentity] = {}
+        hit: dict[str, tuple[str, int]] = {}
+        """Process → its host and pid."""
         try:
             with self._master_held() as hold:
                 if not trigger.holds:
                     return ()
                 monotonic, wall = SYSTEM_CLOCK.monotonic(), SYSTEM_CLOCK.wall()
-                for process, pid in pids.items():
-                    with contextlib.suppress(ProcessLookupError):
-                        identity = ProcessIdentity.of(pid)
-                        if self._run.is_ours(pid) and identity.signal(mechanism.number):
-                            hit[process] = identity
+                for host, there in self._by_host(pids).items():
+                    hit |= self._signal(host, there, mechanism.number, is_whole=is_whole_host)
                 if MASTER in hit and injection.ability is Ability.STOP:
                     hold.keep_stopped()
         except (ProcessDied, UserError):  # There is no master at this moment.
             return ()
         return tuple(
             self._record(
-                injection, process=process, target=target, mechanism=mechanism, wall=wall, monotonic=monotonic
+                injection,
+                process=process,
+                pid=pid,
+                host=host,
+                mechanism=mechanism,
+                wall=wall,
+                monotonic=monotonic,
             )
-            for process, target in hit.items()
+            for process, (host, pid) in hit.items()
         )
+
+    def _by_host(self, pids: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        remote, found = self._run.remote, dict[str, dict[str, int]]()
+        for process, pid in pids.items():
+            found.setdefault(HERE if remote is None else remote.host_of(process), {})[process] = pid
+        return found
+
+    def _signal(
+        self, host: str, pids: Mapping[str, int], number: signal.Signals, *, is_whole: bool
+    ) -> dict[str, tuple[str, int]]:
+        """Signal processes of one host; return those that got it."""
+        remote = self._run.remote
+        if remote is not None and host != HERE:
+            hit = remote.signal(host, number, pids, is_whole=is_whole)
+            return {process: (host, pids[process]) for process in hit}
+        found = {}
+        for process, pid in pids.items():
+            with contextlib.suppress(ProcessLookupError):
+                identity = ProcessIdentity.of(pid)
+                if self._run.is_ours(pid) and identity.signal(number):
+                    found[process] = self._host_of(identity), pid
+        return found
 
     @contextlib.contextmanager
     def _master_held(self) -> Iterator[_MasterHold]:
@@ -281,7 +315,8 @@ class Injector:
         injection: Injection,
         *,
         process: str,
-        target: ProcessIdentity,
+        pid: int,
+        host: str,
         mechanism: type[FaultMechanism],
         wall: float,
         monotonic: float,
@@ -291,8 +326,8 @@ class Injector:
         injected = Injected(
             injection=injection,
             process=process,
-            pid=target.pid,
-            host=self._host_of(target),
+            pid=pid,
+            host=host,
             mechanism=mechanism.name,
             start=wall,
             monotonic=monotonic,

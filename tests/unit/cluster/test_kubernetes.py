@@ -17,7 +17,14 @@ import pytest
 import yaml
 
 from kintsugi.cli.hosts import moved, placed_cluster
-from kintsugi.cluster.backends.contract import HostCame, HostDoubted, HostEvent, HostLeaves, HostOrder, HostWent
+from kintsugi.cluster.backends.contract import (
+    HostCame,
+    HostDoubted,
+    HostEvent,
+    HostLeaves,
+    HostOrder,
+    HostWent,
+)
 from kintsugi.cluster.backends.kubernetes import manifests
 from kintsugi.cluster.backends.kubernetes.access import Access, load_access, read_kubeconfig
 from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend

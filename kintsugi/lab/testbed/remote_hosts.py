@@ -1,0 +1,178 @@
+"""Hosts of a run on other machines, as the laboratory reaches them: over ssh, or by a job step of Slurm.
+
+The connection to a host is made once (`remote_signals.py` runs at its other end), so that a fault takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.cluster.backends.command import EngineCommand
+from kintsugi.cluster.backends.slurm import job_of, read_allocation, step_command
+from kintsugi.cluster.backends.ssh import read_hosts_file, split_hosts, ssh_command
+from kintsugi.cluster.host_supervisor import default_scratch
+from kintsugi.config.schema import Config
+from kintsugi.errors import DeadlineExceeded, UserError
+from kintsugi.lab.testbed.remote_signals import Signalled, SignalOrder
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.waits import wait_readable
+from kintsugi.telemetry.process_reports import read_processes
+from kintsugi.types import Role
+
+HERE = "host-0"
+ANSWER_S = 15.0
+"""Time for a host to carry out an order; the first one has to connect."""
+CLOSE_S = 3.0
+_NUMBERED = frozenset({Role.AGENT.value, Role.SUPERVISOR.value})
+"""Roles of which the process N is on host N."""
+PROGRAM = ("-P", "-m", "kintsugi.lab.testbed.remote_signals")
+
+
+def commands_of(config: Config) -> dict[str, list[str]]:
+    """Return host → the command that runs `remote_signals` there; UserError for an engine where none can be run."""
+    match config.cluster.on:
+        case "ray" | "k8s":
+            raise UserError(
+                f"--on: expected a hosts file, or `slurm` inside of an allocation, got {config.cluster.on}: the "
+                "laboratory has no way to signal processes there"
+            )
+        case "slurm":
+            if not job_of(os.environ):
+                raise UserError(
+                    "--on slurm: expected an allocation, as `salloc -N 3 --no-kill kintsugi soak …` makes one"
+                )
+            allocation = read_allocation(os.environ)
+            scratch = config.cluster.slurm.scratch or str(default_scratch())
+            return {
+                host: step_command(
+                    allocation.job,
+                    node.name,
+                    host="kintsugi-lab",
+                    command=[sys.executable, *PROGRAM, host, scratch],
+                )
+                for host, node in (
+                    (f"host-{number}", node) for number, node in enumerate(allocation.others, 1)
+                )
+            }
+    _, hosts = split_hosts(read_hosts_file(Path(config.cluster.on)))
+    return {
+        f"host-{number}": ssh_command(
+            host,
+            [
+                host.python or sys.executable,
+                *PROGRAM,
+                f"host-{number}",
+                host.scratch or str(default_scratch()),
+            ],
+        )
+        for number, host in enumerate(hosts, 1)
+    }
+
+
+class RemoteHosts:
+    """The hosts of one run. `close` ends the connections, and nothing of the run."""
+
+    def __init__(self, config: Config, *, run_dir: Path) -> None:
+        self._commands = commands_of(config)
+        self._run_dir = run_dir
+        self._connections: dict[str, _Connection] = {}
+
+    def host_of(self, process: str) -> str:
+        """Return the host of a process, as the master knows it; `HERE` for one that it does not know."""
+        role, _, number = process.rpartition("-")
+        if role in _NUMBERED:
+            return f"host-{number}"
+        reports = read_processes(self._run_dir)
+        known = {} if reports is None else {each.process: each.host for each in reports.processes}
+        return known.get(process, HERE)
+
+    def is_elsewhere(self, process: str) -> bool:
+        return self.host_of(process) != HERE
+
+    def processes_on(self, host: str) -> dict[str, int]:
+        """Return the processes of a host with their pids there, as the master knows them."""
+        reports = read_processes(self._run_dir)
+        there = () if reports is None else reports.processes
+        return {each.process: each.pid for each in there if each.host == host and each.status == "live"}
+
+    def signal(
+        self, host: str, number: signal.Signals, pids: Mapping[str, int], *, is_whole: bool = False
+    ) -> frozenset[str]:
+        """Signal processes of a host, or with `is_whole` its supervisor and all below it; return those of `pids` that
+        got it: none if the host does not answer."""
+        order = SignalOrder(self._job(), int(number), dict(pids), is_whole=is_whole)
+        connection = self._connections.get(host)
+        if connection is None or connection.has_ended:
+            if connection is not None:
+                connection.close()
+            connection = self._connections[host] = _Connection(self._commands[host])
+        return frozenset(connection.ask(order).hit)
+
+    def _job(self) -> str:
+        """Return the session of the run, as its host manager has recorded it."""
+        try:
+            content = RunFolder(self._run_dir).hosts_file.read_bytes()
+            return msgspec.json.decode(content, type=_Session).job
+        except (OSError, msgspec.DecodeError):
+            return ""
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+
+class _Session(msgspec.Struct, frozen=True):
+    """The first field of `joined_hosts.json`."""
+
+    job: str
+
+
+class _Connection:
+    """`remote_signals` on one host."""
+
+    def __init__(self, argv: list[str]) -> None:
+        orders, self._orders = os.pipe2(os.O_CLOEXEC)
+        self._answers, answers = os.pipe2(os.O_CLOEXEC)
+        try:
+            self._command = EngineCommand(argv, stdin=orders, stdout=answers)
+        finally:
+            os.close(orders)
+            os.close(answers)
+        self._unread = b""
+
+    @property
+    def has_ended(self) -> bool:
+        return self._command.ended
+
+    def ask(self, order: SignalOrder) -> Signalled:
+        """Carry out an order there; nothing is hit if the host does not answer."""
+        try:
+            os.write(self._orders, msgspec.json.encode(order) + b"\n")
+            while True:
+                *lines, self._unread = self._unread.split(b"\n")
+                for line in lines:
+                    # A job step writes its own name first.
+                    if line.startswith(b"{"):
+                        return msgspec.json.decode(line, type=Signalled)
+                if not wait_readable(self._answers, whom="a host", what="its answer", timeout_s=ANSWER_S):
+                    break
+                content = os.read(self._answers, 65536)
+                if not content:
+                    break
+                self._unread += content
+        except (BrokenPipeError, DeadlineExceeded):
+            pass
+        self._command.end()
+        return Signalled(())
+
+    def close(self) -> None:
+        os.close(self._orders)
+        self._command.close(timeout_s=CLOSE_S)
+        os.close(self._answers)
