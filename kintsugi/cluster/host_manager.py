@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -39,6 +40,7 @@ from kintsugi.cluster.backends.ssh import SshBackend, read_hosts_file, split_hos
 from kintsugi.cluster.file_mirror import FileWriter
 from kintsugi.cluster.host_manager_process import HOST_MANAGER, HostFailed, ManagerHandover
 from kintsugi.cluster.joining import (
+    NOTED_CLOCK_S,
     HostHandover,
     HostNeeds,
     Ticket,
@@ -82,6 +84,8 @@ GONE_S = 2.5
 has died. One that lives connects again within a second."""
 LAST_BEAT_S = 3.0
 """Longest time between the last heartbeat and the close of a connection for which the one explains the other."""
+REACH_S = 2.0
+"""Time to connect to a host that joins."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Pause before a lost host is ordered again; it doubles."""
 END_S = 12.0
@@ -115,6 +119,9 @@ class HostRecord(msgspec.Struct):
     """Machine in the words of its engine."""
     facts: HostFacts | None = None
     num_losses: int = 0
+    clock_s: float | None = None
+    """Seconds by which its clock is ahead of the launcher's; None before it was measured."""
+    clock_error_s: float = 0.0
 
 
 class HostDecision(msgspec.Struct, frozen=True):
@@ -159,6 +166,21 @@ def decide(
         if now - since >= pause_s:
             return HostDecision("order", f"it was lost {pause_s:g} s ago")
     return HostDecision()
+
+
+def why_not_reached(address: str, port: int) -> str:
+    """Return why this machine can not connect to a port that a host listens on; empty if it can. Blocks for at most
+    `REACH_S`."""
+    if not port:
+        return ""
+    try:
+        socket.create_connection((address, port), timeout=REACH_S).close()
+    except OSError as error:
+        return (
+            f"it can not be reached at {address}, its own address, port {port} ({error.strerror or error}): expected "
+            "TCP between all machines in both directions; it is behind NAT, or a firewall closes its ports"
+        )
+    return ""
 
 
 def open_backend(config: Config, *, job: str) -> tuple[Backend, dict[str, HostNeeds], dict[str, str]]:
@@ -306,7 +328,7 @@ class HostManager:
                     self._beat(record, beat)
                     # A host that has nothing of the run yet ends at once when its engine asks for it.
                     early = bool(beat.leaving) and record.phase is HostPhase.JOINED
-                    self._endpoint.reply(delivery, HostOrders(end=early or self._ending_at is not None))
+                    self._endpoint.reply(delivery, self._orders(end=early))
                 case FetchFile(name=digest, offset=offset):
                     # The time to start its agent begins when it has all files: a large model takes longer than that.
                     self._since[record.host] = self._heard_at[record.host] = self._clock.monotonic()
@@ -322,11 +344,15 @@ class HostManager:
         except (KintsugiError, OSError, KeyError) as error:
             self._endpoint.fail(delivery, error)
 
+    def _orders(self, *, end: bool) -> HostOrders:
+        return HostOrders(end=end or self._ending_at is not None, wall=self._clock.wall())
+
     def _join(self, record: HostRecord, join: JoinHost, delivery: Delivery) -> None:
         if record.phase is not HostPhase.ORDERED:
             raise RefusedError(f"the ticket of {record.host} was used")
         needs = msgspec.structs.replace(self._needs[record.host], needed_bytes=self._files.size)
-        if why := why_refused(join.facts, needs, now=self._clock.wall()):
+        why = why_refused(join.facts, needs, now=self._clock.wall())
+        if why := why or why_not_reached(join.facts.address, join.listener):
             self._endpoint.fail(delivery, RefusedError(why))
             self._lose(record, why)
             return
@@ -355,6 +381,10 @@ class HostManager:
 
     def _beat(self, record: HostRecord, beat: HostBeat) -> None:
         self._heard_at[record.host] = self._clock.monotonic()
+        if beat.clock_s is not None and (
+            record.clock_s is None or beat.clock_error_s < record.clock_error_s / 2
+        ):
+            self._note_clock(record, beat.clock_s, beat.clock_error_s)
         if beat.ended:
             failed = bool(beat.failure) and self._ending_at is None
             if failed:
@@ -368,6 +398,22 @@ class HostManager:
         elif beat.leaving and record.phase is HostPhase.READY and record.host not in self._asked:
             self._asked.add(record.host)
             self._backend.asked_to_end(record.host, beat.leaving)
+
+    def _note_clock(self, record: HostRecord, clock_s: float, error_s: float) -> None:
+        """Keep the offset of a host's clock, and tell once of one that is off. Records are corrected by what the agents
+        measure."""
+        was_told = record.clock_s is not None and abs(record.clock_s) - record.clock_error_s > NOTED_CLOCK_S
+        record.clock_s, record.clock_error_s = clock_s, error_s
+        self._write()
+        if abs(clock_s) - error_s > NOTED_CLOCK_S and not was_told:
+            ahead = "ahead of" if clock_s > 0 else "behind"
+            self._log.emit(
+                Alert(
+                    f"the clock of {self._named(record.host)} is {abs(clock_s):.1f} s {ahead} the launcher's; times of "
+                    "its records are corrected",
+                    {"clock_s": clock_s},
+                )
+            )
 
     def _set_phase(self, record: HostRecord, phase: HostPhase) -> None:
         record.phase = phase

@@ -66,6 +66,7 @@ from kintsugi.runtime.proc import process_start_time
 from kintsugi.runtime.processes import SystemProcesses
 from kintsugi.runtime.secrecy import private_process
 from kintsugi.runtime.signals import Signals
+from kintsugi.telemetry.collect.clock_offset import ClockEstimate, reading
 from kintsugi.transport import Endpoint, PendingReply, new_key_pair
 
 JOIN_S = 8.0
@@ -157,8 +158,9 @@ def _join(ticket: Ticket, *, keys: tuple[bytes, bytes], address: str, scratch: P
     endpoint = _endpoint(ticket, keys=keys_of_ticket, incarnation=ticket.first_incarnation)
     try:
         facts = facts_of_this_host(address=address, scratch=scratch)
-        join = JoinHost(facts, keys[0])
-        joined = endpoint.call(ticket.manager.process, join, deadline_s=JOIN_S).body
+        with socket.create_server((address, 0)) as listener:
+            join = JoinHost(facts, keys[0], listener.getsockname()[1])
+            joined = endpoint.call(ticket.manager.process, join, deadline_s=JOIN_S).body
         assert isinstance(joined, HostJoined), joined
         return msgspec.msgpack.decode(joined.handover, type=HostHandover)
     except DeadlineExceeded as error:
@@ -336,6 +338,9 @@ class _Link:
         self._beat_leaves = self._has_told = False
         """Whether the present heartbeat says so, and whether one was answered that did."""
         self._is_refused = False
+        self._offsets = ClockEstimate()
+        self._beat_sent = 0.0, 0.0
+        """Monotonic and wall clock at which the present heartbeat was sent."""
         self.ready = False
         self.failure = ""
         """Why this host ends before the run does; empty if it was told to."""
@@ -363,7 +368,10 @@ class _Link:
                 ready=self.ready,
                 leaving=ASKED_TO_END if self._beat_leaves else "",
                 wall=self._clock.wall(),
+                clock_s=None if self._offsets.best is None else self._offsets.best.offset_s,
+                clock_error_s=0.0 if self._offsets.best is None else self._offsets.best.error_s,
             )
+            self._beat_sent = now, beat.wall
             self._beat = self._ask(beat, deadline_s=ANSWER_S)
         if self._mirror is None and now >= self._mirror_at:
             self._mirror_at = now + MIRROR_S
@@ -382,6 +390,9 @@ class _Link:
         beat, self._beat = self._beat, None
         try:
             orders = beat.result().expect(HostOrders)
+            sent, wall = self._beat_sent
+            took_s = self._clock.monotonic() - sent
+            self._offsets.add(reading(sent_at=wall, round_trip_s=took_s, remote_time=orders.wall))
         except (DeadlineExceeded, WorldError) as error:
             is_refused = isinstance(error, RefusedError)
             if is_refused or (error.cause is not None and error.cause.kind == RefusedError.__name__):

@@ -51,8 +51,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=2
-{preempt_parameters}
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=2{scheduling}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
@@ -174,10 +173,8 @@ class SlurmCluster:
             )
 
     def _write_conf(self, *, grace_s: int, warns_script: bool) -> None:
-        preempt_parameters = "PreemptParameters=send_user_signal" if warns_script else ""
-        self.conf.write_text(
-            CONF.format(**self._settings, grace_s=grace_s, preempt_parameters=preempt_parameters)
-        )
+        scheduling = ",preempt_send_user_signal" if warns_script else ""
+        self.conf.write_text(CONF.format(**self._settings, grace_s=grace_s, scheduling=scheduling))
 
     def set_preemption(self, *, grace_s: int, warns_script: bool) -> None:
         """Change what a job of a higher priority does to the others. `warns_script`: the signal that a job has asked

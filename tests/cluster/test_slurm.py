@@ -467,7 +467,7 @@ def preempt(cluster: SlurmCluster) -> None:
 def test_a_run_whose_nodes_a_job_of_a_higher_priority_takes_stops_with_a_checkpoint_and_resumes_by_itself(
     cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str, *, warns_script: bool
 ) -> None:
-    """A site sends what a job has asked for (PreemptParameters=send_user_signal), or SIGTERM to its steps."""
+    """A site sends what a job has asked for (preempt_send_user_signal), or SIGTERM to its steps."""
     cluster.set_preemption(grace_s=60, warns_script=warns_script)
     command, run_dir = start(cluster, f"preempted-{warns_script:d}", SLOWLY)
     wait_for_step(run_dir, 2, command)

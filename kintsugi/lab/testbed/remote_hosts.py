@@ -13,15 +13,14 @@ from pathlib import Path
 
 import msgspec
 
-from kintsugi.cluster.backends.command import EngineCommand
+from kintsugi.cluster.backends.command import Conversation
 from kintsugi.cluster.backends.slurm import job_of, read_allocation, step_command
 from kintsugi.cluster.backends.ssh import read_hosts_file, split_hosts, ssh_command
 from kintsugi.cluster.host_supervisor import default_scratch
 from kintsugi.config.schema import Config
-from kintsugi.errors import DeadlineExceeded, UserError
+from kintsugi.errors import UserError
 from kintsugi.lab.testbed.remote_signals import Signalled, SignalOrder
 from kintsugi.run_folder.layout import RunFolder
-from kintsugi.runtime.waits import wait_readable
 from kintsugi.telemetry.process_reports import read_processes
 from kintsugi.types import Role
 
@@ -81,7 +80,7 @@ class RemoteHosts:
     def __init__(self, config: Config, *, run_dir: Path) -> None:
         self._commands = commands_of(config)
         self._run_dir = run_dir
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[str, Conversation] = {}
 
     def host_of(self, process: str) -> str:
         """Return the host of a process, as the master knows it; `HERE` for one that it does not know."""
@@ -110,9 +109,14 @@ class RemoteHosts:
         connection = self._connections.get(host)
         if connection is None or connection.has_ended:
             if connection is not None:
-                connection.close()
-            connection = self._connections[host] = _Connection(self._commands[host])
-        return frozenset(connection.ask(order).hit)
+                connection.close(timeout_s=CLOSE_S)
+            connection = self._connections[host] = Conversation(self._commands[host])
+        connection.say(msgspec.json.encode(order))
+        answer = connection.hear(begin=b"{", timeout_s=ANSWER_S)
+        if answer is None:
+            connection.end()  # The next order connects again.
+            return frozenset()
+        return frozenset(msgspec.json.decode(answer, type=Signalled).hit)
 
     def _job(self) -> str:
         """Return the session of the run, as its host manager has recorded it."""
@@ -124,7 +128,7 @@ class RemoteHosts:
 
     def close(self) -> None:
         for connection in self._connections.values():
-            connection.close()
+            connection.close(timeout_s=CLOSE_S)
         self._connections.clear()
 
 
@@ -132,47 +136,3 @@ class _Session(msgspec.Struct, frozen=True):
     """The first field of `joined_hosts.json`."""
 
     job: str
-
-
-class _Connection:
-    """`remote_signals` on one host."""
-
-    def __init__(self, argv: list[str]) -> None:
-        orders, self._orders = os.pipe2(os.O_CLOEXEC)
-        self._answers, answers = os.pipe2(os.O_CLOEXEC)
-        try:
-            self._command = EngineCommand(argv, stdin=orders, stdout=answers)
-        finally:
-            os.close(orders)
-            os.close(answers)
-        self._unread = b""
-
-    @property
-    def has_ended(self) -> bool:
-        return self._command.ended
-
-    def ask(self, order: SignalOrder) -> Signalled:
-        """Carry out an order there; nothing is hit if the host does not answer."""
-        try:
-            os.write(self._orders, msgspec.json.encode(order) + b"\n")
-            while True:
-                *lines, self._unread = self._unread.split(b"\n")
-                for line in lines:
-                    # A job step writes its own name first.
-                    if line.startswith(b"{"):
-                        return msgspec.json.decode(line, type=Signalled)
-                if not wait_readable(self._answers, whom="a host", what="its answer", timeout_s=ANSWER_S):
-                    break
-                content = os.read(self._answers, 65536)
-                if not content:
-                    break
-                self._unread += content
-        except (BrokenPipeError, DeadlineExceeded):
-            pass
-        self._command.end()
-        return Signalled(())
-
-    def close(self) -> None:
-        os.close(self._orders)
-        self._command.close(timeout_s=CLOSE_S)
-        os.close(self._answers)
