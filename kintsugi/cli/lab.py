@@ -158,11 +158,14 @@ def run_experiments(
     ] = "both",
     folder: Folder = None,
     json: JsonFile = None,
+    on: On = None,
 ) -> None:
-    """Run experiments on our system and on the fragile one; report visible errors and diagnoses."""
+    """Run experiments on our system and on the fragile one; report visible errors and diagnoses. With --on the run is
+    on other machines: only for experiments that change nothing else of this one."""
+    from kintsugi.cli.hosts import placed
     from kintsugi.lab.commands import run_experiments as run_them
 
-    if not run_them(experiments, profile=profile, folder=folder, json=json, say=say):
+    if not run_them(experiments, profile=profile, folder=folder, json=json, say=say, on=on, place=placed):
         raise typer.Exit(1)
 
 

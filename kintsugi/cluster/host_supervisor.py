@@ -230,7 +230,10 @@ class _HostSupervisor:
                 code = self._run_agent(stack)
         except (KintsugiError, OSError) as error:
             failure, code = f"{error}", EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ERROR
-        self._link.finish(self._link.failure or failure)
+        self._link.send_rest()
+        # Before the last message: its engine may kill this process as soon as the run knows that the host has ended.
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._link.say_ended(self._link.failure or failure)
         self._endpoint.close()
         return code
 
@@ -418,9 +421,9 @@ class _Link:
             self._reader.taken()
             self._mirror_at = -math.inf  # There may be more.
 
-    def finish(self, failure: str) -> None:
-        """Send the rest of the telemetry and the last message, as far as the host manager answers in time. One that has
-        given this host up takes neither."""
+    def send_rest(self) -> None:
+        """Send the rest of the telemetry, as far as the host manager answers in time. One that has given this host up
+        takes none."""
         if self._is_refused:
             return
         until = self._clock.monotonic() + LAST_S
@@ -432,5 +435,11 @@ class _Link:
                     break
                 self._endpoint.poll(0.1)
                 self._take_mirror()
+
+    def say_ended(self, failure: str) -> None:
+        """Send the last message."""
+        if self._is_refused:
+            return
+        with contextlib.suppress(WorldError):
             last = HostBeat(ended=True, failure=failure[-2000:], wall=self._clock.wall())
             self._endpoint.call(self._manager, last, deadline_s=LAST_S)

@@ -129,7 +129,7 @@ class Conversation:
         return self._command.ended
 
     def say(self, line: bytes) -> None:
-        """Write a line; one that nobody reads any more is lost."""
+        """Write a line. It is lost if the command has ended."""
         with suppress(BrokenPipeError):
             os.write(self._orders, line + b"\n")
 

@@ -119,7 +119,7 @@ def parse_nodes(text: str) -> tuple[SlurmNode, ...]:
 
 
 class JobFate(StrEnum):
-    """What Slurm means to do with a job, one of whose steps it has asked to end."""
+    """The fate of a job, one of whose steps Slurm has asked to end."""
 
     GOES_ON = "goes on"
     PREEMPTED = "preempted"

@@ -35,7 +35,7 @@ import msgspec
 from kintsugi.errors import DeadlineExceeded, ProcessDied, UserError
 from kintsugi.lab import probing
 from kintsugi.lab.faults.mechanism import FaultContext, FaultMechanism
-from kintsugi.lab.faults.signals import KillSignal, StopSignal
+from kintsugi.lab.faults.signals import KillSignal, LostHost, StopSignal
 from kintsugi.lab.injector.checks import check_injection
 from kintsugi.lab.injector.injection import Ability, Injected, Injection
 from kintsugi.lab.injector.injector_process import InjectorReport
@@ -55,7 +55,11 @@ READY_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 15.0
 HOLD_LEASE_S = 120.0
 """Lease of the undo entry that resumes a held master if the laboratory dies meanwhile."""
-SIGNALS: dict[Ability, type[KillSignal | StopSignal]] = {Ability.KILL: KillSignal, Ability.STOP: StopSignal}
+SIGNALS: dict[Ability, type[KillSignal | StopSignal | LostHost]] = {
+    Ability.KILL: KillSignal,
+    Ability.STOP: StopSignal,
+    Ability.HOST_LOSS: LostHost,
+}
 """Faults that are one signal and need no process to prepare them."""
 
 
@@ -72,6 +76,13 @@ class InjectableRun(Protocol):
     def remote(self) -> RemoteHosts | None: ...
 
     def is_ours(self, pid: int) -> bool: ...
+
+
+def watch_of(run: InjectableRun) -> RunWatch:
+    """Return a new watch of a run, some of whose processes may be on other machines."""
+    if run.remote is None:
+        return RunWatch(run.run_dir)
+    return RunWatch(run.run_dir, is_elsewhere=run.remote.is_elsewhere)
 
 
 class _FaultProcess:
@@ -159,7 +170,7 @@ class Injector:
         self._markers = folder / "markers"
         self._markers.mkdir(parents=True, exist_ok=True)
         self._guard = ReaperGuard(folder / "undo.jsonl")
-        self._watch = watch if watch is not None else RunWatch(run.run_dir)
+        self._watch = watch if watch is not None else watch_of(run)
         self._owns_watch = watch is None
         self._active: dict[int, tuple[_FaultProcess, Injected]] = {}
         self._count = len(list(self._markers.glob("*.json")))
@@ -178,6 +189,9 @@ class Injector:
         trigger = TriggerWatch(
             injection.trigger, watch=self._watch, run_dir=self._run.run_dir, alive=lambda: self._run.running
         )
+        remote = self._run.remote
+        if remote is not None and remote.is_elsewhere(injection.target):
+            return self._begin_elsewhere(injection, trigger, remote)
         target = self._identify(injection.target)
         mechanism = probing.choose(injection, pid=target.pid)
         self._guard.renew()
@@ -203,6 +217,24 @@ class Injector:
         )
         self._active[injected.number] = process, injected
         return injected
+
+    def _begin_elsewhere(self, injection: Injection, trigger: TriggerWatch, remote: RemoteHosts) -> Injected:
+        """Begin a fault on another machine, which is a signal; nothing is undone."""
+        if injection.ability not in SIGNALS:
+            raise UserError(
+                f"{injection.ability.value} can not be done on another machine; expected one of "
+                f"{', '.join(sorted(ability.value for ability in SIGNALS))}"
+            )
+        is_whole = injection.ability is Ability.HOST_LOSS
+        while True:
+            trigger.until_holds()
+            trigger.pause()
+            host = remote.host_of(injection.target)
+            pids = {injection.target: self._watch.processes[injection.target].pid}
+            pids |= remote.processes_on(host) if is_whole else {}
+            for injected in self.signal_in_phase(injection, pids, is_whole_host=is_whole):
+                if injected.process == injection.target:
+                    return injected
 
     def _start(
         self,
@@ -243,6 +275,10 @@ class Injector:
         trigger = TriggerWatch(
             injection.trigger, watch=self._watch, run_dir=self._run.run_dir, alive=lambda: self._run.running
         )
+        by_host = self._by_host(pids)
+        for host in by_host.keys() - {HERE}:
+            assert self._run.remote is not None
+            self._run.remote.connect(host)
         hit: dict[str, tuple[str, int]] = {}
         """Process → its host and pid."""
         try:
@@ -250,7 +286,7 @@ class Injector:
                 if not trigger.holds:
                     return ()
                 monotonic, wall = SYSTEM_CLOCK.monotonic(), SYSTEM_CLOCK.wall()
-                for host, there in self._by_host(pids).items():
+                for host, there in by_host.items():
                     hit |= self._signal(host, there, mechanism.number, is_whole=is_whole_host)
                 if MASTER in hit and injection.ability is Ability.STOP:
                     hold.keep_stopped()

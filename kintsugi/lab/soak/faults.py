@@ -16,7 +16,7 @@ from kintsugi.errors import DeadlineExceeded
 from kintsugi.lab.injector.injection import Ability, Injected
 from kintsugi.lab.injector.injector import Injector
 from kintsugi.lab.soak.leak_check import ResourceGrowth
-from kintsugi.lab.soak.plan import FaultPlan, FaultRole, PlannedFault
+from kintsugi.lab.soak.plan import WHOLE_HOSTS, FaultPlan, FaultRole, PlannedFault
 from kintsugi.lab.testbed.run import MarkedRun
 from kintsugi.lab.testbed.watch import RunWatch, StepCommit
 from kintsugi.run_folder.layout import RunFolder
@@ -195,7 +195,7 @@ class FaultSequence:
             for process, presence in self._watch.processes.items()
             if self._run.has(process, presence.pid)
         }
-        of_host, remote = planned.role in (FaultRole.HOST, FaultRole.NODE), self._run.remote
+        of_host, remote = planned.role in WHOLE_HOSTS, self._run.remote
         role = FaultRole.AGENT if of_host else planned.role
         names = sorted(process for process in pids if process.startswith(f"{role.value}-"))
         if planned.role is FaultRole.NODE:

@@ -31,6 +31,8 @@ class FaultRole(StrEnum):
     """A machine of the run: the supervisor of the host too. Only where the run is on other machines."""
 
 
+WHOLE_HOSTS = frozenset({FaultRole.HOST, FaultRole.NODE})
+"""Targets that are many processes."""
 HERE_ROLES = tuple(role for role in FaultRole if role is not FaultRole.NODE)
 """Targets of a run on this machine."""
 

@@ -20,7 +20,7 @@ from kintsugi.control.phases.table import Phase
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.journal.journal import read_facts
 from kintsugi.lab.injector.injection import INJECTABLE_PHASES, Ability
-from kintsugi.lab.injector.injector import Injector
+from kintsugi.lab.injector.injector import Injector, watch_of
 from kintsugi.lab.soak import report as reports
 from kintsugi.lab.soak.faults import RECOVERY_TIMEOUT_S, FaultSequence, InjectedIncident
 from kintsugi.lab.soak.journal_audit import JournalAudit, audit, first_difference
@@ -233,9 +233,7 @@ class Soak:
     ) -> tuple[MarkedRun, RunWatch]:
         config = self._config if steps is None else with_steps(self._config, steps=steps)
         run = MarkedRun(config, run_dir=self._folder / name, cold=self._cold, output=output)
-        remote = run.remote
-        is_elsewhere = remote.is_elsewhere if remote is not None else lambda process: False
-        return run, RunWatch(run.run_dir, is_elsewhere=is_elsewhere)
+        return run, watch_of(run)
 
     def _finish(self, run: MarkedRun, watch: RunWatch) -> str | None:
         """Follow a run to its end; return None when it succeeded, else the reason."""

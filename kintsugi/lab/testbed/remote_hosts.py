@@ -105,7 +105,13 @@ class RemoteHosts:
     ) -> frozenset[str]:
         """Signal processes of a host, or with `is_whole` its supervisor and all below it; return those of `pids` that
         got it: none if the host does not answer."""
-        order = SignalOrder(self._job(), int(number), dict(pids), is_whole=is_whole)
+        return self._ask(host, SignalOrder(self._job(), int(number), dict(pids), is_whole=is_whole))
+
+    def connect(self, host: str) -> None:
+        """Connect to a host, which takes a second or two; a fault may come while the master is held."""
+        self._ask(host, SignalOrder("", 0))
+
+    def _ask(self, host: str, order: SignalOrder) -> frozenset[str]:
         connection = self._connections.get(host)
         if connection is None or connection.has_ended:
             if connection is not None:
