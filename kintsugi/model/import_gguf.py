@@ -329,11 +329,11 @@ class _Writer:
     ) -> None:
         row_bytes = tensor.size // math.prod(tensor.shape[:-1])
         raw = torch.empty(len(rows), row_bytes, dtype=torch.uint8)
-        _read(source, memoryview(raw.numpy()).cast("B"), position=tensor.start + row_bytes * rows.start)
+        _read(source, raw.numpy().data.cast("B"), position=tensor.start + row_bytes * rows.start)
         values = self._dequantised(raw, tensor).view(len(rows), tensor.shape[-1])
         if num_heads := self._num_heads(tensor):
             values = _in_halves(values, num_heads=num_heads)
-        data = memoryview(values.to(torch.bfloat16).view(torch.int16).numpy()).cast("B")
+        data = values.to(torch.bfloat16).view(torch.int16).numpy().data.cast("B")
         while data:
             written = os.pwrite(descriptor, data, position)
             data, position = data[written:], position + written
