@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kintsugi.checkpoint.store import ARRIVING, arriving_folder, keep_checkpoint
+from kintsugi.checkpoint.store import arriving_folder, keep_checkpoint
 from kintsugi.errors import KintsugiError, RefusedError
 from kintsugi.protocol.hosts import (
     PART_BYTES,
@@ -28,8 +28,8 @@ from kintsugi.protocol.membership import Ok
 from kintsugi.runtime.disk import storage_errors
 from kintsugi.transport import Delivery, Endpoint
 
-_FILE = re.compile(r"^[\w-][\w.-]*$")
-_FOLDER = re.compile(r"^step-\d+(\.\d+)?$")
+_FILE = re.compile(r"[\w-][\w.-]*")
+_FOLDER = re.compile(r"step-\d+(\.\d+)?")
 
 
 class CheckpointReceiver:
@@ -37,6 +37,8 @@ class CheckpointReceiver:
 
     def __init__(self, endpoint: Endpoint, folder: Path) -> None:
         self._endpoint, self._folder = endpoint, folder
+        self._verified: set[int] = set()
+        """Steps whose files a thread verifies and renames: they must not change meanwhile."""
         self._answers: list[Callable[[], object]] = []
         """Answers of threads, to be sent from the loop."""
 
@@ -45,6 +47,7 @@ class CheckpointReceiver:
         try:
             match delivery.body:
                 case StoreFile() as part:
+                    self._check_free(part.step)
                     self._store(part)
                     self._endpoint.reply(delivery, Ok())
                 case ListFiles(folder=name):
@@ -53,6 +56,8 @@ class CheckpointReceiver:
                     part_bytes, size = self._read(name, offset)
                     self._endpoint.reply(delivery, FilePart(size, part_bytes))
                 case KeepCheckpoint() as request:
+                    self._check_free(request.step)
+                    self._verified.add(request.step)
                     target = partial(self._keep, delivery, request)
                     threading.Thread(target=target, name="checkpoint", daemon=True).start()
         except (KintsugiError, OSError) as error:
@@ -63,8 +68,12 @@ class CheckpointReceiver:
         while self._answers:
             self._answers.pop(0)()
 
+    def _check_free(self, step: int) -> None:
+        if step in self._verified:
+            raise RefusedError(f"the checkpoint of step {step} is being verified for an earlier request")
+
     def _store(self, part: StoreFile) -> None:
-        if _FILE.match(part.name) is None:
+        if _FILE.fullmatch(part.name) is None:
             raise RefusedError(f"expected the name of a file of a checkpoint, got {part.name!r}")
         folder = arriving_folder(self._folder, step=part.step)
         path = folder / part.name
@@ -85,11 +94,15 @@ class CheckpointReceiver:
             answer = partial(self._endpoint.reply, delivery, body)
         except Exception as error:  # noqa: BLE001 - the boundary of a thread: the failure is the reply, with its cause.
             answer = partial(self._endpoint.fail, delivery, error)
-        self._answers.append(answer)
+        self._answers.append(partial(self._end, request.step, answer))
         self._endpoint.wake()
 
+    def _end(self, step: int, answer: Callable[[], object]) -> None:
+        self._verified.discard(step)
+        answer()
+
     def _checkpoint(self, name: str) -> Path:
-        if _FOLDER.match(name) is None or name.startswith(ARRIVING):
+        if _FOLDER.fullmatch(name) is None:
             raise RefusedError(f"expected the name of a checkpoint, got {name!r}")
         return self._folder / name
 
@@ -101,7 +114,7 @@ class CheckpointReceiver:
     def _read(self, name: str, offset: int) -> tuple[bytes, int]:
         folder, _, file_name = name.partition("/")
         path = self._checkpoint(folder) / file_name
-        if _FILE.match(file_name) is None:
+        if _FILE.fullmatch(file_name) is None:
             raise RefusedError(f"expected a file of a checkpoint, got {name!r}")
         with storage_errors(str(path)), path.open("rb") as file:
             file.seek(offset)
