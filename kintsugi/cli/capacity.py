@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from kintsugi.checkpoint.copies import open_target
 from kintsugi.cluster.device_memory import read_devices
 from kintsugi.config.schema import Config, LayoutSection
 from kintsugi.config.stages import num_processes, stages
@@ -148,6 +149,8 @@ def check_start(config: Config, *, run_dir: Path, resume: bool) -> list[str]:
     """
     check_limits(config)
     check_devices(config)
+    if config.checkpoint.copy_to:
+        open_target(config.checkpoint.copy_to)
     devices = read_devices()
     memory = run_memory(config, num_devices=len(devices))
     if not config.cluster.on and _shortage(memory, devices, room=_free):
