@@ -18,6 +18,10 @@ import msgspec
 
 _SEPARATOR = "."
 
+STATE_FORMAT = 2
+"""Number of the definition of a state's digest: that of the bytes in which a rank holds it. Digests in the journal of a
+run that another definition began are not compared. 2: stretches of the layout are filled up."""
+
 
 class Seat(msgspec.Struct, frozen=True):
     """Place of a rank: `Seat(shard=1, shards=4)` holds the second of four boxes."""
