@@ -97,6 +97,7 @@ def simulate(
     first: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
     workers: Annotated[int, typer.Option(min=6, help="Simulated ranks, rollout workers and servers.")] = 6,
     shards: Annotated[int, typer.Option(min=1, help="Parts into which the ranks' state is cut.")] = 1,
+    layouts: Annotated[bool, typer.Option(help="Draw ranks, parts and hosts for each seed.")] = False,
     processes: Annotated[int, typer.Option(min=0, help="Number of parallel processes; 0: one per core.")] = 0,
     replay: Annotated[int | None, typer.Option(metavar="SEED", help="Run only this seed.")] = None,
     trace: Annotated[bool, typer.Option(help="With --replay: print the whole trace.")] = False,
@@ -108,13 +109,19 @@ def simulate(
     from kintsugi.simulation.campaign import Runner, run_campaign, summary_of
 
     if replay is not None:
-        outcome = Runner(num_workers=workers, shards=shards).run(replay, keep_trace=trace)
+        runner = Runner(num_workers=workers, shards=shards, draws_layouts=layouts)
+        outcome = runner.run(replay, keep_trace=trace)
         for line in outcome.trace:
             say(line)
         say(summary_of(replay, outcome))
         raise typer.Exit(1 if outcome.violations else 0)
     report = run_campaign(
-        first=first, count=seeds, num_workers=workers, num_processes=processes, shards=shards
+        first=first,
+        count=seeds,
+        num_workers=workers,
+        num_processes=processes,
+        shards=shards,
+        draws_layouts=layouts,
     )
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")

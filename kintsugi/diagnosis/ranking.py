@@ -8,7 +8,12 @@ from kintsugi.diagnosis.baseline import Baselines, usual
 from kintsugi.diagnosis.detectors.cross_process import common_silence, nothing_recorded
 from kintsugi.diagnosis.detectors.events import discrete_events
 from kintsugi.diagnosis.detectors.memory import MemoryDetector
-from kintsugi.diagnosis.detectors.network import has_unacknowledged, network_troubles
+from kintsugi.diagnosis.detectors.network import (
+    SAMPLE_S,
+    has_unacknowledged,
+    is_well_connected,
+    network_troubles,
+)
 from kintsugi.diagnosis.detectors.thresholds import deviations
 from kintsugi.diagnosis.evidence import MASTER, EvidenceBundle, known_role
 from kintsugi.diagnosis.findings import Finding, merged
@@ -47,6 +52,9 @@ _SLOW = frozenset({_K.SLOW, _K.DEVICE})
 PATIENCE_S = {_K.SLOW: 4.5, _K.DEVICE: 4.6, _K.NETWORK_LOSS: 2.8, _K.DNS: 4.8}
 """Time before a finding of these kinds is named, in which an explanation or the faulty end may still show: readings
 come once a second, and three are needed to know that nothing is acknowledged."""
+CONNECTED_S = 3.0
+"""The same for a name that is not resolved, where the connections of the host are well: neither a cut nor losses will
+explain it."""
 UNACKNOWLEDGED_S = 8.0
 """The same where a connection of the process has unacknowledged segments."""
 _DISK = frozenset({_K.DISK_FULL, _K.DISK_SLOW, _K.DISK_ERROR})
@@ -181,6 +189,10 @@ def _is_early(bundle: EvidenceBundle, finding: Finding, *, at: float) -> bool:
     if finding.is_fact:
         return False
     patience_s = PATIENCE_S.get(finding.kind, 0.0)
+    if finding.kind is _K.DNS and is_well_connected(
+        bundle, finding.process, since=finding.onset + SAMPLE_S, at=at
+    ):
+        patience_s = CONNECTED_S
     if finding.kind in _SLOW and has_unacknowledged(bundle, finding.process, at=at):
         patience_s = max(patience_s, UNACKNOWLEDGED_S)
     return at - finding.onset < patience_s

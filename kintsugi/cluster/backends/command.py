@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from tempfile import TemporaryFile
 
 from kintsugi.cluster.spawn import in_memory
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.runtime.clock import SYSTEM_CLOCK
-from kintsugi.runtime.processes import Child, describe_status
+from kintsugi.runtime.processes import describe_status, hold_started
 from kintsugi.runtime.waits import wait_readable
 
 MOST_OUTPUT = 2000
@@ -36,23 +36,22 @@ class EngineCommand:
         A command that is talked to has the descriptors `stdin` and `stdout` instead; its errors are kept.
         """
         self.program = argv[0]
-        self._output = TemporaryFile()  # noqa: SIM115 - held until `close`.
-        given = in_memory(secret) if stdin < 0 else os.dup(stdin)
-        try:
-            popen = subprocess.Popen(
-                list(argv),
-                stdin=given,
-                stdout=self._output if stdout < 0 else stdout,
-                stderr=self._output,
-                env=None if environment is None else dict(environment),
-                start_new_session=True,
-            )
-        except OSError:
-            self._output.close()
-            raise
-        finally:
-            os.close(given)
-        self._child = Child(pid=popen.pid, pidfd=os.pidfd_open(popen.pid), popen=popen)
+        with ExitStack() as stack:
+            self._output = stack.enter_context(TemporaryFile())
+            given = in_memory(secret) if stdin < 0 else os.dup(stdin)
+            try:
+                popen = subprocess.Popen(
+                    list(argv),
+                    stdin=given,
+                    stdout=self._output if stdout < 0 else stdout,
+                    stderr=self._output,
+                    env=None if environment is None else dict(environment),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(given)
+            self._child = hold_started(popen)
+            stack.pop_all()  # The output is held until `close`.
         self.was_killed = False
         """It did not end in time and was killed by `close`."""
 
