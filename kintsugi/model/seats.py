@@ -12,10 +12,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import msgspec
 
 _SEPARATOR = "."
+
+STATE_FORMAT = 2
+"""Number of the definition of a state's digest: that of the bytes in which a rank holds it. Digests in the journal of a
+run that another definition began are not compared. 2: stretches of the layout are filled up."""
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -57,22 +62,25 @@ def without_holder(ranks: Sequence[str], *, shards: int) -> tuple[str, ...]:
     return tuple(Seat(shard, shards).box for shard in range(shards) if shard not in held)
 
 
-def sources_of(ranks: Sequence[str], *, shards: int) -> list[list[int]]:
+@lru_cache(maxsize=8)
+def sources_of(ranks: tuple[str, ...], *, shards: int) -> list[list[int]]:
     """For each rank of a group, the rank from which it takes each box: itself, else one of its own replica, else one of
     those that hold the box, in turn.
 
-    >>> sources_of(["model-0", "model-2", "model-3"], shards=2)
+    >>> sources_of(("model-0", "model-2", "model-3"), shards=2)
     [[0, 2], [1, 2], [1, 2]]
     """
-    boxes = [seat_of(name, shards=shards).shard for name in ranks]
     replicas = [replica_of(name, shards=shards) for name in ranks]
-
-    def source(rank: int, shard: int) -> int:
-        holders = [other for other, box in enumerate(boxes) if box == shard]
-        near = [other for other in holders if replicas[other] == replicas[rank]]
-        return rank if rank in holders else next(iter(near), holders[rank % len(holders)])
-
-    return [[source(rank, shard) for shard in range(shards)] for rank in range(len(ranks))]
+    held: list[list[int]] = [[] for _ in range(shards)]
+    near: dict[tuple[int, int], int] = {}
+    for rank, name in enumerate(ranks):
+        shard = seat_of(name, shards=shards).shard
+        held[shard].append(rank)
+        near[replicas[rank], shard] = rank
+    return [
+        [near.get((replica, shard), holders[rank % len(holders)]) for shard, holders in enumerate(held)]
+        for rank, replica in enumerate(replicas)
+    ]
 
 
 def joined(digests: Mapping[str, str], *, shards: int) -> str:

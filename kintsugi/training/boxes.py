@@ -210,7 +210,7 @@ class Box:
     def counted(self, group: Group) -> list[int]:
         """One rank of a group for each box: those from which the first rank takes the boxes."""
         self._check(group)
-        return sources_of(group.ranks, shards=self.seat.shards)[0]
+        return sources_of(tuple(group.ranks), shards=self.seat.shards)[0]
 
     def norm(self, gradient: Any, group: Group | None) -> float:
         """Norm of a gradient of which this rank has the box. A collective where it does not have everything."""
@@ -224,7 +224,7 @@ class Box:
         """Complete the weights of these models in the type in which they compute, from the boxes of all ranks. A
         collective: all ranks of the group take part."""
         self._check(group)
-        sources = sources_of(group.ranks, shards=self.seat.shards)
+        sources = sources_of(tuple(group.ranks), shards=self.seat.shards)
         for part in parts:
             for stretch in self.stretches(part):
                 for number in range(stretch.num_pieces):
