@@ -27,8 +27,8 @@ from kintsugi.runtime.disk import SYSTEM_DISK, File, storage_errors
 from kintsugi.transport import Delivery
 from kintsugi.types import Role, role_of
 
-_FILE = re.compile(r"^[\w-][\w.-]*$")
-_FOLDER = re.compile(r"^step-\d+(\.\d+)?$")
+_FILE = re.compile(r"[\w-][\w.-]*")
+_FOLDER = re.compile(r"step-\d+(\.\d+)?")
 
 
 class Replies(Protocol):
@@ -49,37 +49,52 @@ class CheckpointReceiver:
         """Folder → its offer, for as long as the folder exists."""
         self._sizing = threading.Lock()
         """Held while a file gets its size: parts of it arrive at the same time."""
+        self._verified: set[int] = set()
+        """Steps whose files a thread verifies and renames: they must not change meanwhile."""
 
     def handle(self, delivery: Delivery) -> None:
         try:
             match delivery.body:
                 case StoreFile() as part:
+                    self._check_free(part.step)
                     path = self._place_of(part, sender=delivery.envelope.sender)
                     self._answer_from_thread(delivery, partial(self._store, part, path))
                 case ListFiles(folder=name):
                     self._replies.reply(delivery, self._list(name))
                 case KeepCheckpoint() as request:
-                    self._answer_from_thread(delivery, partial(self._keep, request))
+                    self._check_free(request.step)
+                    self._verified.add(request.step)
+                    ended = partial(self._verified.discard, request.step)
+                    self._answer_from_thread(delivery, partial(self._keep, request), ended=ended)
         except (KintsugiError, OSError) as error:
             self._replies.fail(delivery, error)
 
-    def _answer_from_thread(self, delivery: Delivery, work: Callable[[], Body]) -> None:
+    def _answer_from_thread(
+        self, delivery: Delivery, work: Callable[[], Body], *, ended: Callable[[], object] = lambda: None
+    ) -> None:
+        """Reply with the result of `work`, which a thread does; `ended` is called in the loop before the reply."""
+
         def run() -> None:
             answer: Callable[[], object]
             try:
                 answer = partial(self._replies.reply, delivery, work())
             except Exception as error:  # noqa: BLE001 - the boundary of a thread: the failure is the reply.
                 answer = partial(self._replies.fail, delivery, error)
+            self._calls.run(ended)
             self._calls.run(answer)
 
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
+
+    def _check_free(self, step: int) -> None:
+        if step in self._verified:
+            raise RefusedError(f"the checkpoint of step {step} is being verified for an earlier request")
 
     # Checkpoints that arrive.
 
     def _place_of(self, part: StoreFile, *, sender: str) -> Path:
         if role_of(sender) is not Role.MODEL or part.offer.process != sender:
             raise RefusedError(f"{sender} can not store a file that {part.offer.process} offers")
-        if _FILE.match(part.name) is None:
+        if _FILE.fullmatch(part.name) is None:
             raise RefusedError(f"expected the name of a file of a checkpoint, got {part.name!r}")
         last = part.offset + FILE_PIECE_BYTES * max(0, len(part.digests) - 1)
         if part.offset < 0 or last > part.size or (part.digests and last == part.size):
@@ -134,7 +149,7 @@ class CheckpointReceiver:
 
     def _list(self, name: str) -> FilesListed:
         """Offer a checkpoint. It stays offered, to any number of ranks, until its folder is removed."""
-        if _FOLDER.match(name) is None or name.startswith(ARRIVING):
+        if _FOLDER.fullmatch(name) is None or name.startswith(ARRIVING):
             raise RefusedError(f"expected the name of a checkpoint, got {name!r}")
         for other in [each for each in self._offered if not (self._folder / each).exists()]:
             self._bulk.server.withdraw(self._offered.pop(other).offer.export)

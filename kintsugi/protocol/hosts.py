@@ -44,6 +44,9 @@ class JoinHost(MessageBody, frozen=True):
 
     facts: HostFacts
     public_key: bytes
+    listener: int = 0
+    """Port at the host's address that accepts connections during this request: whether the others can reach the host is
+    tried before it takes part."""
 
 
 class RunFile(msgspec.Struct, frozen=True):
@@ -73,7 +76,13 @@ class HostBeat(MessageBody, frozen=True):
     """Its agent has ended in order, or can not be started again; this is its last message."""
     failure: str = ""
     """Why the host can not go on; empty after an orderly end."""
+    leaving: str = ""
+    """Why it is to end soon, although it still runs: its engine has asked it to by a signal."""
     wall: float = 0.0
+    clock_s: float | None = None
+    """Seconds by which its clock is ahead of the launcher's, by the fastest round trip; None before the first."""
+    clock_error_s: float = 0.0
+    """Bound of the error of that."""
 
 
 class HostOrders(MessageBody, frozen=True):
@@ -81,6 +90,8 @@ class HostOrders(MessageBody, frozen=True):
 
     end: bool = False
     """End the processes of this host."""
+    wall: float = 0.0
+    """Wall clock of the launcher's machine."""
 
 
 class FetchFile(MessageBody, frozen=True):

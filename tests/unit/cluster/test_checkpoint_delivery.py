@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ import pytest
 from kintsugi.bulk import files
 from kintsugi.bulk.exports import SLICE_BYTES
 from kintsugi.bulk.files import file_digests
-from kintsugi.checkpoint.store import Checkpoint, arriving_folder, save_checkpoint, verify
+from kintsugi.checkpoint.store import (
+    Checkpoint,
+    arriving_folder,
+    keep_checkpoint,
+    save_checkpoint,
+    verify,
+)
 from kintsugi.cluster import checkpoint_receiver
 from kintsugi.cluster.checkpoint_receiver import CheckpointReceiver
 from kintsugi.errors import (
@@ -311,3 +318,45 @@ def test_a_file_that_shrinks_while_it_is_offered_ends_the_transfer(run: Run) -> 
             offset=0,
             target=memoryview(bytearray(3 << 20)),
         )
+
+
+def test_files_do_not_change_while_they_are_verified(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    delivery, goes_on = run.rank("model-0"), threading.Event()
+    written = run.checkpoint(delivery.folder)
+
+    def slowly(folder: Path, **given: Any) -> Checkpoint:
+        assert goes_on.wait(20)
+        return keep_checkpoint(folder, **given)
+
+    monkeypatch.setattr(checkpoint_receiver, "keep_checkpoint", slowly)
+    refused: list[str] = []
+
+    original = run.receiver.handle
+
+    def handle(request: Any) -> None:
+        original(request)
+        if isinstance(request.body, KeepCheckpoint) and not goes_on.is_set():
+            for body in (run.requests[0], request.body):
+                again = run.loop.delivery("model-0", body)
+                original(again)
+                with pytest.raises(
+                    RefusedError, match="step 3 is being verified for an earlier request"
+                ) as told:
+                    run.loop.until_answered(again.envelope.sequence)
+                refused.append(str(told.value))
+            goes_on.set()
+
+    monkeypatch.setattr(run.receiver, "handle", handle)
+    kept = delivery.deliver(written, keep=2, best_steps=())
+    assert len(refused) == 2
+    assert kept.digest == written.digest
+
+
+def test_what_a_killed_rank_has_sent_is_removed_when_a_later_checkpoint_is_kept(run: Run) -> None:
+    for step in (2, 5):
+        arriving_folder(run.run_folder, step=step).mkdir(parents=True)
+    delivery = run.rank("model-0")
+    kept = delivery.deliver(run.checkpoint(delivery.folder), keep=2, best_steps=())
+    assert kept.path == run.run_folder / "step-000003"
+    assert not arriving_folder(run.run_folder, step=2).exists()
+    assert arriving_folder(run.run_folder, step=5).exists()
