@@ -147,8 +147,6 @@ class Transfer:
             threading.Thread(target=self._work, name="bulk-files", daemon=True)
             for _ in range(num_connections())
         ]
-        for thread in threads:
-            thread.start()
 
         def attempt(remaining_s: float) -> bool | None:
             self._check()
@@ -158,6 +156,8 @@ class Transfer:
             return None
 
         try:
+            for thread in threads:
+                thread.start()
             wait(attempt, whom=self._whom, what=self._what, timeout_s=TRANSFER_S)
             if self._error is not None:
                 raise self._error
@@ -173,6 +173,8 @@ class Transfer:
             channel.interrupt()
         self._stop()
         for thread in threads:
+            if thread.ident is None:  # The host had no thread left for it.
+                continue
             with suppress(DeadlineExceeded):  # It ends with its request, and does nothing more.
                 join(thread, whom=self._whom, what="the end of a request", timeout_s=STOP_S)
 
