@@ -41,7 +41,7 @@ quota held a process, or three connections of a process and hardly any other are
 BEFORE_S = 1.2
 """Clock errors and sampling may place an effect this much before its cause."""
 _K = FaultKind
-_GONE = frozenset({_K.KILLED, _K.CRASHED, _K.STOPPED, _K.HUNG})
+_GONE = frozenset({_K.KILLED, _K.CRASHED, _K.STOPPED, _K.HUNG, _K.HOST_LOST})
 _ENDS = frozenset({_K.KILLED, _K.CRASHED, _K.HUNG, _K.HANDOVER})
 _ENDED_OR_MISSED = frozenset({_K.KILLED, _K.HUNG, _K.NETWORK_CUT})
 """A killed process, and what others take it for until its end is reported."""
@@ -100,6 +100,7 @@ EXPLAINS_LOCALLY: dict[FaultKind, frozenset[FaultKind]] = {
             _K.HUNG,
         }
     ),
+    _K.HOST_LOST: frozenset(_K) - {_K.HOST_LOST, _K.NUMERIC, _K.CORRUPTION, _K.DISK_FULL},
     _K.USER_CODE: frozenset({_K.SLOW, _K.CRASHED}),
     _K.HANDOVER: frozenset({_K.SLOW, _K.DEVICE_MEMORY}),
     _K.DNS: frozenset({_K.SLOW, _K.NETWORK_CUT}),
@@ -129,6 +130,7 @@ ADVICE: dict[FaultKind, str] = {
     _K.NUMERIC: "Take that process or its device out: it computes something else than its peers.",
     _K.HANDOVER: "Look at the process that did not answer: the device was passed on when its lease ended.",
     _K.SLOW: "Nothing on its host explains it: compare its device and its input with its peers'.",
+    _K.HOST_LOST: "Look at that machine and at its engine's log; the run goes on without it and starts it again.",
     _K.USER_CODE: "Read the reward, environment or agent program that is quoted here.",
 }
 
@@ -222,7 +224,11 @@ class _CausalOrder:
         """Return whether `other` is only an effect of `cause`."""
         if cause is other:
             return False
-        of_its_host = cause.of_host and self._bundle.host(cause.process) == self._bundle.host(other.process)
+        of_its_host = cause.of_host and (
+            self._bundle.host(cause.process) == self._bundle.host(other.process)
+            # Processes of a machine that is lost are on another one by now.
+            or (cause.kind is _K.HOST_LOST and other.process in cause.others)
+        )
         if cause.process == other.process or of_its_host:
             return self._explains_locally(cause, other)
         starts_after = other.onset >= cause.onset - BEFORE_S

@@ -26,7 +26,7 @@ from kintsugi.lab.campaign.blind import BlindDiagnosis
 from kintsugi.lab.fragile.timeouts import Scale
 from kintsugi.lab.injector.checks import LONGEST_FAULT_S
 from kintsugi.lab.injector.injection import Injected, Injection
-from kintsugi.lab.injector.injector import Injector
+from kintsugi.lab.injector.injector import Injector, watch_of
 from kintsugi.lab.scenarios.experiments import BASELINE_STEPS, FIRST_STEPS, LoadedExperiment, Profile
 from kintsugi.lab.scenarios.outcome import ObservedOutcome, format_record, record_of
 from kintsugi.lab.scenarios.records import RUNS_FILE, RunRecord, RunsFile, host_facts, now_as_text, write_json
@@ -134,7 +134,7 @@ class ScenarioRun:
                         folder=self._folder,
                     )
                 )
-                watch = RunWatch(system.run.run_dir)
+                watch = watch_of(system.run)
                 stack.callback(watch.close)
                 blind = BlindDiagnosis(system.run.run_dir, folder=self._folder)
                 stack.callback(blind.close)
