@@ -106,7 +106,7 @@ system-packages:
 test: system-packages $(SETUP_TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@$(BIN)/mypy $(CHECKED) & types=$$!; \
+	$(BIN)/mypy $(CHECKED) & types=$$!; \
 	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "$(LEAN)"; tests=$$?; \
 	wait $$types && exit $$tests
 	$(BIN)/python -m pytest $(SLOWEST) $(PAIRED) -m "$(LEAN)"
