@@ -309,8 +309,8 @@ class HostManager:
                     self._since[record.host] = self._heard_at[record.host] = self._clock.monotonic()
                     part, size = self._files.read(digest, offset=offset, size=PART_BYTES)
                     self._endpoint.reply(delivery, FilePart(size, part))
-                case MirrorFiles(sizes=sizes, content=content):
-                    self._writer.append(sizes, content)
+                case MirrorFiles() as message:
+                    self._writer.append(message, sender=delivery.peer)
                     self._endpoint.reply(delivery, Ok())
                     if self._writer.conflict:
                         self._report(HostFailed(self._named(record.host), self._writer.conflict))
