@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from kintsugi.checkpoint.copies import open_target
 from kintsugi.cluster.device_memory import read_devices
 from kintsugi.config.schema import Config, LayoutSection
 from kintsugi.config.stages import num_processes, stages
@@ -26,7 +27,7 @@ from kintsugi.runtime.disk import write_atomically
 from kintsugi.runtime.waits import wait
 from kintsugi.telemetry.collect.cgroups import available_memory_bytes
 from kintsugi.transport import most_peers
-from kintsugi.types import Role, process_id, role_of
+from kintsugi.types import Role, role_of
 
 FREED_S = 10.0
 """Time for the memory of a run that was just killed to be released before a card counts as full."""
@@ -80,9 +81,31 @@ def _layout_lines(memory: RunMemory) -> Iterator[str]:
         f"  layout   {actor.workers} ranks = {replicas} replicas × {shards} shards: each rank holds "
         f"1/{shards} of weights and moments ({gigabytes(memory.box_bytes)} of {gigabytes(memory.state_bytes)})"
     )
-    for shard in range(shards):
-        holders = [process_id(Role.MODEL, index) for index in range(shard, actor.workers, shards)]
-        yield f"           part {shard + 1}: {', '.join(holders)}"
+    has_hosts = memory.config.cluster.hosts > 1
+    for part, holders in _holders(memory.config).items():
+        named = (f"{rank} ({host})" if has_hosts else rank for rank, host in holders.items())
+        yield f"           part {part}: {', '.join(named)}"
+    if has_hosts:
+        alone = [
+            str(part) for part, holders in _holders(memory.config).items() if len(set(holders.values())) == 1
+        ]
+        yield (
+            f"           a host is lost: part {', '.join(alone)} comes from the copy that another host keeps"
+            if alone
+            else "           a host is lost: every part is on another one, no step is undone"
+        )
+    yield "           no replacement starts: " + (
+        "the other ranks go on while each part has one"
+        if replicas > 1
+        else "the run waits, then ends; `kintsugi resume` with fewer shards goes on"
+    )
+
+
+def _holders(config: Config) -> dict[int, dict[str, str]]:
+    """Return the ranks that hold each part of a state that is cut, with their hosts."""
+    ranks = [plan for plan in plan_layout(config) if plan.role is Role.MODEL]
+    shards = config.actor.layout.shards
+    return {part + 1: {plan.process: plan.host for plan in ranks[part::shards]} for part in range(shards)}
 
 
 def limit_lines(config: Config) -> Iterator[str]:
@@ -126,6 +149,8 @@ def check_start(config: Config, *, run_dir: Path, resume: bool) -> list[str]:
     """
     check_limits(config)
     check_devices(config)
+    if config.checkpoint.copy_to:
+        open_target(config.checkpoint.copy_to)
     devices = read_devices()
     memory = run_memory(config, num_devices=len(devices))
     if not config.cluster.on and _shortage(memory, devices, room=_free):

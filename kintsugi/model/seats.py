@@ -3,7 +3,7 @@
 With `actor.layout.shards` = 1 every rank holds the whole state. Otherwise the state is cut into that many *boxes*, and
 rank i holds box i modulo their number: `model-0` … `model-3` hold the boxes 0, 1, 0, 1 of two, so that every box is
 held by `actor.layout.replicas` ranks. A process keeps its box for the whole run: a replacement finds the box that the
-lost rank left.
+lost rank left. A group is any set of ranks that together hold every box, some of them perhaps more often than others.
 
 The digest of the whole state is that of its boxes, in their order: "9f…" of one box, "9f….07…" of two.
 """
@@ -11,7 +11,7 @@ The digest of the whole state is that of its boxes, in their order: "9f…" of o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -45,6 +45,34 @@ def seat_of(process: str, *, shards: int) -> Seat:
 def replica_of(process: str, *, shards: int) -> int:
     """Number of the group of ranks that hold the whole state together: `replica_of("model-3", shards=2) == 1`."""
     return int(process.rpartition("-")[2]) // shards
+
+
+def without_holder(ranks: Sequence[str], *, shards: int) -> tuple[str, ...]:
+    """Boxes that none of these ranks holds.
+
+    >>> without_holder(["model-0", "model-2"], shards=2), without_holder(["model-0", "model-3"], shards=2)
+    (('1/2',), ())
+    """
+    held = {seat_of(name, shards=shards).shard for name in ranks}
+    return tuple(Seat(shard, shards).box for shard in range(shards) if shard not in held)
+
+
+def sources_of(ranks: Sequence[str], *, shards: int) -> list[list[int]]:
+    """For each rank of a group, the rank from which it takes each box: itself, else one of its own replica, else one of
+    those that hold the box, in turn.
+
+    >>> sources_of(["model-0", "model-2", "model-3"], shards=2)
+    [[0, 2], [1, 2], [1, 2]]
+    """
+    boxes = [seat_of(name, shards=shards).shard for name in ranks]
+    replicas = [replica_of(name, shards=shards) for name in ranks]
+
+    def source(rank: int, shard: int) -> int:
+        holders = [other for other, box in enumerate(boxes) if box == shard]
+        near = [other for other in holders if replicas[other] == replicas[rank]]
+        return rank if rank in holders else next(iter(near), holders[rank % len(holders)])
+
+    return [[source(rank, shard) for shard in range(shards)] for rank in range(len(ranks))]
 
 
 def joined(digests: Mapping[str, str], *, shards: int) -> str:

@@ -53,6 +53,9 @@ class Engine:
             raise self.failure
         return []
 
+    def asked_to_end(self, host: str, why: str) -> None:
+        """None of them does."""
+
     def give_back(self, *, timeout_s: float) -> None:
         self.given_back += 1
 
