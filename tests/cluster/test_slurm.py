@@ -494,6 +494,26 @@ def test_a_run_that_is_preempted_without_a_grace_time_resumes_from_its_last_chec
     cluster.assert_nothing_left()
 
 
+def test_a_soak_inside_of_an_allocation_loses_a_whole_node_and_ends_in_the_bits_of_its_twin(
+    cluster: SlurmCluster, all_idle: None
+) -> None:
+    report = cluster.runs / "soak.json"
+    soak = (
+        *(sys.executable, "-P", "-m", "kintsugi", "soak", "recipe.yaml", f"run_dir={cluster.runs}/soak"),
+        *("--faults", "1", "--role", "node", "--json", str(report), "--on", "slurm"),
+    )
+    allocated = cluster.start(*soak, program=("salloc", "--quiet", "--nodes=3", "--no-kill", "--exclusive"))
+    output, errors = allocated.communicate(timeout=2 * LONGEST_S)
+    assert allocated.returncode == 0, output + errors
+    found = json.loads(report.read_text())
+    (fault,) = found["faults"]
+    assert fault["role"] == "node" and fault["recovered_ms"] is not None and fault["healthy_pids_unchanged"]
+    totals = found["totals"]
+    assert totals["weights_sha256"] == totals["weights_sha256_undisturbed"] != ""
+    assert totals["samples_lost"] == totals["samples_duplicated"] == 0
+    cluster.assert_nothing_left()
+
+
 def test_the_section_about_slurm_can_be_followed_line_by_line(cluster: SlurmCluster, all_idle: None) -> None:
     for block in blocks_of(ROOT / "docs" / "cluster.md"):
         for command, _ in block.commands if block.attributes.get("engine") == "slurm" else ():
