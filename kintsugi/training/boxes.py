@@ -171,11 +171,10 @@ class Box:
     def gather(self, weights: Any, *, into: Any, group: Group, parts: tuple[str, ...]) -> None:
         """Complete the weights of these models in the type in which they compute, from the boxes of the ranks that hold
         the whole state together. A collective: all ranks of the group take part."""
-        shards = self.seat.shards
-        mine = replica_of(group.ranks[group.rank], shards=shards)
+        shards, mesh = self.seat.shards, self.seat.mesh
+        mine = replica_of(group.ranks[group.rank], mesh)
         holders = [
-            seat_of(name, shards=shards).shard if replica_of(name, shards=shards) == mine else None
-            for name in group.ranks
+            seat_of(name, mesh).shard if replica_of(name, mesh) == mine else None for name in group.ranks
         ]
         found = [shard for shard in holders if shard is not None]
         if sorted(found) != list(range(shards)):

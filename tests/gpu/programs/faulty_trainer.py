@@ -24,7 +24,7 @@ from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.training import RunCall
 from kintsugi.training import worker
 from kintsugi.training.calls import CallResult, TrainingCalls
-from kintsugi.training.group import Group
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.packing import BatchSample
 from kintsugi.training.rank_state import RankState, Update
@@ -100,11 +100,11 @@ def main(bootstrap: Bootstrap) -> int:
     run, update = ModelCalls.run, TrainingState.update
 
     def noting(
-        self: TrainingCalls, call: RunCall, shards: Mapping[int, Sequence[BatchSample]], *, group: Group
+        self: TrainingCalls, call: RunCall, shards: Mapping[int, Sequence[BatchSample]], *, groups: Groups
     ) -> CallResult:
         with (run_dir / MEMORY_FILE).open("ab") as file:
             file.write(msgspec.json.encode(MemoryTaken(call.step, memory_taken())) + b"\n")
-        return run(self, call, shards, group=group)
+        return run(self, call, shards, groups=groups)
 
     def breaking(
         self: RankState, gradient: Tensor, *, part: str = "actor", group: Group | None = None

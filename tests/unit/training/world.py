@@ -27,13 +27,13 @@ from kintsugi.graph.algorithms import build_graph
 from kintsugi.model.architecture import ModelConfig, value_config
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.plan import Companions
-from kintsugi.model.seats import seat_of
+from kintsugi.model.seats import Mesh, seat_of
 from kintsugi.model.tensor_file import TensorFile
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.protocol.training import RunCall
 from kintsugi.samples.sharding import logical_shards, shards_of_rank
 from kintsugi.training.calls import CallResult
-from kintsugi.training.group import Group
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.packing import sample_of
 from kintsugi.training.process_group import ProcessGroup, join_group
@@ -248,7 +248,7 @@ def run_call(batch: Batch, call: RunCall, *, calls: ModelCalls, group: ProcessGr
         shard.index: [sample_of(item, batch.trajectories[item.key]) for item in shard.items]
         for shard in call.shards
     }
-    return calls.run(call, shards, group=group)
+    return calls.run(call, shards, groups=Groups.of(group))
 
 
 @dataclass
@@ -297,7 +297,7 @@ def train(
             model,
             companions=companions_of(stage),
             compute_dtype=dtype,
-            seat=seat_of(f"model-{rank}", shards=boxes),
+            seat=seat_of(f"model-{rank}", Mesh(boxes)),
         )
         state.start_stage(stage, step=0)
         calls = ModelCalls(state, deterministic=deterministic)
