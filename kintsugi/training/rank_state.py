@@ -32,9 +32,10 @@ from kintsugi.model.plan import Companions
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import DTYPES
 from kintsugi.training.boxes import Box
-from kintsugi.training.group import Group
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart, reference_by_name
 from kintsugi.training.peer_replication import StateCopy
+from kintsugi.training.reduction import Cut
 from kintsugi.training.snapshots import (
     CopyCounters,
     HeldState,
@@ -125,10 +126,6 @@ class RankState(ABC):
         """Initial weights, by name, of a stage's critic and reference; None for one that the stage does not have."""
 
     @abstractmethod
-    def _norm(self, gradient: Any) -> float:
-        """Euclidean norm, in float64 and in a fixed order."""
-
-    @abstractmethod
     def _optimize(self, part: str, gradient: Any, *, settings: ActorSection, rate: float, count: int) -> None:
         """Update one model by AdamW; `count` (from 1) is this update's number."""
 
@@ -147,7 +144,7 @@ class RankState(ABC):
         """Set the critic's initial weights."""
         self._layout.parts[CRITIC].fill(self._weights, weights)
 
-    def _complete_update(self, part: str, *, before: Any, group: Group | None) -> Any:
+    def _complete_update(self, part: str, *, before: Any, groups: Groups | None) -> Any:
         """Return the relative change of a model, once its weights on this rank are complete."""
         return self._change(before, self._some_weights(part))
 
@@ -302,6 +299,10 @@ class RankState(ABC):
         """Slice of the gradient buffer that belongs to one model."""
         return self._part(part, self.gradient)
 
+    def cut(self, part: str, group: Group) -> Cut | None:
+        """Elements of a model's gradient that each rank of a group needs; None if all need everything."""
+        return self._box.cut(part, group)
+
     def begin_update(self, *, check: Callable[[], None] = lambda: None) -> None:
         """Begin the updates of a call; until `end_update` the state belongs to no step. `check` is called while the
         update waits for a save, and raises if the call has to be given up."""
@@ -324,23 +325,23 @@ class RankState(ABC):
         self._counters = counters
         self._updating = self._between_calls = False
 
-    def update(self, gradient: Any, *, part: str = ACTOR, group: Group | None = None) -> Update:
-        """Clip the gradient of one model, in place, and apply it; one that is not finite is skipped. It is equal on all
-        ranks. Each rank of several shards updates its box; the new weights are gathered within `group`."""
+    def update(self, gradient: Any, *, part: str = ACTOR, groups: Groups | None = None) -> Update:
+        """Clip the gradient of one model, in place, and apply it; one that is not finite is skipped. A rank updates its
+        box, and reads only the elements of it; the norm is summed and the new weights are gathered within `groups`."""
         assert self._updating, "updates are made between begin_update and end_update"
         actor, done, num_updates = self._schedule(part)
         rate = learning_rate(actor, update=done, num_updates=num_updates)
-        grad_norm = self._norm(gradient)
+        own = self._box.own_gradient(part, gradient)
+        grad_norm = self._box.norm(own, groups)
         if not is_finite(grad_norm):
             self._count("critic_skipped" if part == CRITIC else "skipped")
             return Update(grad_norm, rate, applied=False)
-        own = self._box.own_gradient(part, gradient)
         if grad_norm > actor.max_grad_norm:
             own *= actor.max_grad_norm / grad_norm
         self._count("critic_updates" if part == CRITIC else "updates")
         before = copied(self._some_weights(part))
         self._optimize(part, own, settings=actor, rate=rate, count=done + 1)
-        ratio = self._complete_update(part, before=before, group=group)
+        ratio = self._complete_update(part, before=before, groups=groups)
         return Update(grad_norm, rate, applied=True, ratio=ratio)
 
     def _some_weights(self, part: str) -> Any:
@@ -486,9 +487,14 @@ class RankState(ABC):
                 raise IntegrityError(
                     f"expected {name} as {dtype_name(tensor)} {tuple(tensor.shape)}, got {dtype} {shape}"
                 )
+
+        def read(view: Array) -> None:
+            self._box.zero_filling(view)
+            stored.read(self._by_name(view, reference))
+
         found, counters = self._copies.fill(
             counters,
-            lambda view: stored.read(self._by_name(view, reference)),
+            read,
             digest=digest,
             reference=reference,
             is_older=reference is not None and not counters.reference,
@@ -570,7 +576,8 @@ class RankState(ABC):
 
     @property
     def _reference_part(self) -> LayoutPart:
-        return LayoutPart.of(parameter_shapes(self._reference_config))
+        """Layout of a frozen reference; one that moves lies like the actor."""
+        return LayoutPart.of(parameter_shapes(self._reference_config), is_filled=False)
 
 
 def lay_out(shapes: Mapping[str, tuple[int, ...]], companions: Companions) -> Layout:

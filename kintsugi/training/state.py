@@ -23,7 +23,7 @@ from kintsugi.model.torch_internals import fused_adamw
 from kintsugi.model.transformer import Transformer
 from kintsugi.runtime.peak_memory import PARAMETERS, PEAKS
 from kintsugi.training.boxes import GATHER_TIMEOUT_S, Box
-from kintsugi.training.group import Group
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.initial_weights import Weights, critic_weights, reference_weights
 from kintsugi.training.layout import ACTOR, CRITIC, LayoutPart, LayoutSlot, reference_by_name
 from kintsugi.training.rank_state import RankState, lay_out
@@ -115,11 +115,11 @@ class TrainingState(RankState):
         if self._stage is None or not self._stage.has_reference or not self._counters.stage:
             raise RefusedError(f"stage {self._counters.stage!r} keeps no reference model (its `beta` is 0)")
         if self._reference_model is None:
-            weights = self._reference
+            weights, part = self._reference, self._reference_part
             if weights is None:
-                weights = self._layout.reference(self._live).to(self.model.dtype)
+                weights, part = self._layout.reference(self._live).to(self.model.dtype), self._layout.actor
             model = Transformer(self._reference_config, dtype=self.model.dtype, device=self.model.device)
-            point(model, self._reference_part, weights=weights)
+            point(model, part, weights=weights)
             self._reference_model = model
         return self._reference_model
 
@@ -199,13 +199,13 @@ class TrainingState(RankState):
         part.within(self._compute_weights).copy_(part.within(self.gradient))
         part.within(self.gradient).zero_()
 
-    def _complete_update(self, part: str, *, before: Tensor, group: Group | None) -> Tensor:
+    def _complete_update(self, part: str, *, before: Tensor, groups: Groups | None) -> Tensor:
         if self._box.is_whole:
             return self._change(before, self._some_weights(part))
-        assert group is not None, "the weights of several shards are gathered after an update"
-        self._gather(group, part)
+        assert groups is not None, "the weights of several shards are gathered after an update"
+        self._gather(groups.data, part)
         squares = torch.stack((_norm(self._some_weights(part) - before), _norm(before))).square()
-        changed, held = group.all_gather(squares, timeout_s=GATHER_TIMEOUT_S).sum(dim=0).sqrt()
+        changed, held = groups.data.all_gather(squares, timeout_s=GATHER_TIMEOUT_S).sum(dim=0).sqrt()
         return _relative(changed, held)
 
     def _whole_by_name(self, reference: Tensor | None) -> dict[str, Tensor]:
@@ -213,9 +213,6 @@ class TrainingState(RankState):
             return self._by_name(self._live, reference)
         frozen = {} if reference is None else reference_by_name(self._reference_part, reference)
         return self._layout.by_name(torch.empty(self._layout.size, device="meta")) | frozen
-
-    def _norm(self, gradient: Tensor) -> float:
-        return float(_norm(gradient))
 
     def _change(self, before: Tensor, after: Tensor) -> Tensor:
         return _relative(_norm(after - before), _norm(before))
@@ -304,15 +301,9 @@ def _empty_twin(model: Transformer, *, dtype: torch.dtype) -> Transformer:
     return Transformer(model.config, with_value_head=has_head, dtype=dtype, device=model.device)
 
 
-NORM_ELEMENTS, CPU_NORM_ELEMENTS = 16 << 20, 256 << 20
-"""Elements whose norm is taken at once, on an accelerator and on a CPU: torch copies them to float64 for it."""
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    """Euclidean norm, in float64; of a large gradient piece by piece, in a fixed order."""
-    most = NORM_ELEMENTS if gradient.is_cuda else CPU_NORM_ELEMENTS
-    pieces = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in gradient.split(most)]
-    return pieces[0] if len(pieces) == 1 else torch.linalg.vector_norm(torch.stack(pieces))
+def _norm(weights: Tensor) -> Tensor:
+    """Euclidean norm of some weights, for the ratio of an update."""
+    return torch.linalg.vector_norm(weights, dtype=torch.float64)
 
 
 def _relative(changed: Tensor, held: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.protocol.training import RunCall
 from kintsugi.samples.sharding import logical_shards, shards_of_rank
 from kintsugi.training.calls import CallResult
-from kintsugi.training.group import Group, Groups
+from kintsugi.training.group import Groups
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.packing import sample_of
 from kintsugi.training.process_group import ProcessGroup, join_group
@@ -269,9 +269,9 @@ class RecordingState(TrainingState):
 
     given: Tensor
 
-    def update(self, gradient: Tensor, *, part: str = "actor", group: Group | None = None) -> Update:
+    def update(self, gradient: Tensor, *, part: str = "actor", groups: Groups | None = None) -> Update:
         self.given = gradient.clone()
-        return super().update(gradient, part=part, group=group)
+        return super().update(gradient, part=part, groups=groups)
 
 
 def train(
