@@ -28,6 +28,7 @@ from kintsugi.config.stages import Stage
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.arrays import Array, copied, dtype_name
+from kintsugi.model.partition import local_shapes
 from kintsugi.model.plan import Companions
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import DTYPES
@@ -412,7 +413,7 @@ class RankState(ABC):
         return HeldState(
             counters=counters,
             tensors=self._by_name(view, self._kept_reference(counters)),
-            weights=actor.views(self._layout.weights(view)) if self._box.is_whole else {},
+            weights=actor.views(self._layout.weights(view)) if self.seat.is_whole else {},
             dtype=self.dtype,
             await_copy=await_copy,
             hold=hold,
@@ -431,7 +432,9 @@ class RankState(ABC):
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the actor's weights by Hugging Face name."""
+        """Shapes of all weights of the actor by Hugging Face name, of which this rank may hold a part."""
+        if self.seat.stages > 1:
+            return parameter_shapes(self.config, with_value_head=self.companions.value_head)
         return {slot.name: slot.shape for slot in self._layout.actor.slots}
 
     def hold_latest(self) -> StateCopy | None:
@@ -470,6 +473,8 @@ class RankState(ABC):
         places = stored.places
         saved_reference = any(name.startswith("reference/") for name in places)
         is_frozen = saved_reference and not self._layout.has_reference
+        # The counters of a checkpoint may have the digest of all of the reference, of which this rank holds a part.
+        is_part = stored.has_any_box and self.seat.stages > 1
         reference = self._new_reference() if is_frozen else None
         if stored.has_any_box:  # Compared as a whole; only the box is read.
             mine = self._whole_by_name(reference)
@@ -497,7 +502,7 @@ class RankState(ABC):
             read,
             digest=digest,
             reference=reference,
-            is_older=reference is not None and not counters.reference,
+            is_older=reference is not None and (not counters.reference or is_part),
         )
         self._become(counters, digest=found, stage=stage, reference=reference)
 
@@ -577,14 +582,15 @@ class RankState(ABC):
     @property
     def _reference_part(self) -> LayoutPart:
         """Layout of a frozen reference; one that moves lies like the actor."""
-        return LayoutPart.of(parameter_shapes(self._reference_config), is_filled=False)
+        return LayoutPart.of(local_shapes(self._reference_config, self.seat), is_filled=False)
 
 
-def lay_out(shapes: Mapping[str, tuple[int, ...]], companions: Companions) -> Layout:
-    """Layout of a state: the actor with these parameters, and what its run needs besides."""
+def lay_out(shapes: Mapping[str, tuple[int, ...]], companions: Companions, *, seat: Seat = WHOLE) -> Layout:
+    """Layout of a state: the actor with these parameters, and what its run needs besides, as far as this rank holds
+    it."""
     parts = {ACTOR: LayoutPart.of(shapes)}
     if companions.critic is not None:
-        critic = parameter_shapes(companions.critic, with_value_head=True)
+        critic = local_shapes(companions.critic, seat, with_value_head=True)
         parts[CRITIC] = LayoutPart.of(critic, start=parts[ACTOR].stop, prefix="critic.")
     return Layout(parts, has_reference=companions.moving_reference)
 

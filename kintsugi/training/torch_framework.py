@@ -58,14 +58,15 @@ class TorchFramework:
         return identity(self._device)
 
     def open_state(self, config: Config, *, process: str, segments: SnapshotSegments | None) -> TrainingState:
+        seat = seat_of(process, mesh_of(config.actor.layout))
         return TrainingState(
-            empty_model(config, device=self._device),
+            empty_model(config, device=self._device, seat=seat),
             companions=plan_companions(config),
             compute_dtype=getattr(torch, config.actor.dtype),
             recompute=config.actor.recompute,
             process=process,
             segments=segments,
-            seat=seat_of(process, mesh_of(config.actor.layout)),
+            seat=seat,
         )
 
     def fill_initial(self, state: RankState, config: Config) -> None:
