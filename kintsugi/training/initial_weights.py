@@ -11,7 +11,9 @@ from torch import Tensor
 from kintsugi.config.schema import Config
 from kintsugi.config.stages import Stage
 from kintsugi.model import huggingface
+from kintsugi.model.partition import part_of
 from kintsugi.model.plan import Companions, actor_head, plan_architecture
+from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.transformer import Transformer, initialize
 
 Weights = Mapping[str, Tensor]
@@ -41,22 +43,22 @@ def reference_weights(stage: Stage, *, actor: Weights) -> Weights | None:
 
 
 def load_reward_model(
-    stage: Stage, *, companions: Companions, dtype: torch.dtype, device: torch.device
+    stage: Stage, *, companions: Companions, dtype: torch.dtype, device: torch.device, seat: Seat = WHOLE
 ) -> Transformer:
-    """Load the trained reward model of a stage, frozen."""
+    """Load the trained reward model of a stage, or this rank's part of it, frozen."""
     assert stage.reward_model is not None and companions.reward_model is not None
-    folder = Path(stage.reward_model.path)
-    model = huggingface.load(
-        folder, config=companions.reward_model, dtype=dtype, head="required", device=device
-    )
+    config, folder = companions.reward_model, Path(stage.reward_model.path)
+    part = part_of(config, seat)
+    model = Transformer(config, with_value_head=True, dtype=dtype, device=device, part=part)
+    huggingface.load_into(dict(model.named_parameters()), folder, config=config, head="required")
     return model.requires_grad_(requires_grad=False)
 
 
-def empty_model(config: Config, *, device: torch.device) -> Transformer:
-    """Create the model in float32 without weights (`fill_initial`)."""
-    return Transformer(
-        plan_architecture(config), with_value_head=actor_head(config) != "refused", device=device
-    )
+def empty_model(config: Config, *, device: torch.device, seat: Seat = WHOLE) -> Transformer:
+    """Create the model, or this rank's part of it, in float32 without weights (`fill_initial`)."""
+    architecture, with_head = plan_architecture(config), actor_head(config) != "refused"
+    part = part_of(architecture, seat)
+    return Transformer(architecture, with_value_head=with_head, device=device, part=part)
 
 
 @torch.no_grad()
@@ -71,7 +73,8 @@ def fill_initial(parameters: Weights, config: Config) -> None:
     model = empty_model(config, device=device)
     initialize(model, config.model.new.seed)
     for name, parameter in model.named_parameters():
-        parameters[name].copy_(parameter)
+        if name in parameters:  # A rank may hold a part.
+            parameters[name].copy_(parameter)
 
 
 def load_model(config: Config, *, device: torch.device) -> Transformer:

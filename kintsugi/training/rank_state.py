@@ -28,11 +28,12 @@ from kintsugi.config.stages import Stage
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.arrays import Array, copied, dtype_name
+from kintsugi.model.partition import local_shapes, part_of
 from kintsugi.model.plan import Companions
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import DTYPES
 from kintsugi.training.boxes import Box
-from kintsugi.training.group import Group
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart, reference_by_name
 from kintsugi.training.peer_replication import StateCopy
 from kintsugi.training.reduction import Cut
@@ -41,6 +42,7 @@ from kintsugi.training.snapshots import (
     HeldState,
     StateSnapshots,
     StoredState,
+    alike,
     reference_digest,
 )
 
@@ -144,7 +146,7 @@ class RankState(ABC):
         """Set the critic's initial weights."""
         self._layout.parts[CRITIC].fill(self._weights, weights)
 
-    def _complete_update(self, part: str, *, before: Any, group: Group | None) -> Any:
+    def _complete_update(self, part: str, *, before: Any, groups: Groups | None) -> Any:
         """Return the relative change of a model, once its weights on this rank are complete."""
         return self._change(before, self._some_weights(part))
 
@@ -325,14 +327,14 @@ class RankState(ABC):
         self._counters = counters
         self._updating = self._between_calls = False
 
-    def update(self, gradient: Any, *, part: str = ACTOR, group: Group | None = None) -> Update:
+    def update(self, gradient: Any, *, part: str = ACTOR, groups: Groups | None = None) -> Update:
         """Clip the gradient of one model, in place, and apply it; one that is not finite is skipped. A rank updates its
-        box, and reads only the elements of it; the norm is summed and the new weights are gathered within `group`."""
+        box, and reads only the elements of it; the norm is summed and the new weights are gathered within `groups`."""
         assert self._updating, "updates are made between begin_update and end_update"
         actor, done, num_updates = self._schedule(part)
         rate = learning_rate(actor, update=done, num_updates=num_updates)
         own = self._box.own_gradient(part, gradient)
-        grad_norm = self._box.norm(own, group)
+        grad_norm = self._box.norm(own, groups)
         if not is_finite(grad_norm):
             self._count("critic_skipped" if part == CRITIC else "skipped")
             return Update(grad_norm, rate, applied=False)
@@ -341,7 +343,7 @@ class RankState(ABC):
         self._count("critic_updates" if part == CRITIC else "updates")
         before = copied(self._some_weights(part))
         self._optimize(part, own, settings=actor, rate=rate, count=done + 1)
-        ratio = self._complete_update(part, before=before, group=group)
+        ratio = self._complete_update(part, before=before, groups=groups)
         return Update(grad_norm, rate, applied=True, ratio=ratio)
 
     def _some_weights(self, part: str) -> Any:
@@ -412,7 +414,7 @@ class RankState(ABC):
         return HeldState(
             counters=counters,
             tensors=self._by_name(view, self._kept_reference(counters)),
-            weights=actor.views(self._layout.weights(view)) if self._box.is_whole else {},
+            weights=actor.views(self._layout.weights(view)) if self.seat.is_whole else {},
             dtype=self.dtype,
             await_copy=await_copy,
             hold=hold,
@@ -423,7 +425,7 @@ class RankState(ABC):
         """Keep the snapshot of a committed state for a thread that saves it; it may be the one before the last."""
         if counters.step == self.prepared_step:
             self.commit(counters.step)  # Only committed steps are saved.
-        if counters == self._committed:
+        if alike(counters, self._committed):
             return self.hold_committed()
         view, hold = self._copies.hold(counters)
         tensors = self._by_name(view, self._kept_reference(counters))
@@ -431,8 +433,15 @@ class RankState(ABC):
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the actor's weights by Hugging Face name."""
+        """Shapes of all weights of the actor by Hugging Face name, of which this rank may hold a part."""
+        if self.seat.stages > 1:
+            return parameter_shapes(self.config, with_value_head=self.companions.value_head)
         return {slot.name: slot.shape for slot in self._layout.actor.slots}
+
+    def part_of_weights(self, name: str) -> int:
+        """Stage that holds a weight of the actor."""
+        seats = (msgspec.structs.replace(self.seat, stage=stage) for stage in range(self.seat.stages))
+        return next(seat.stage for seat in seats if part_of(self.config, seat).has(name))
 
     def hold_latest(self) -> StateCopy | None:
         """Hold the prepared state, or else the committed one, for a thread that reads it during training; None before
@@ -470,6 +479,8 @@ class RankState(ABC):
         places = stored.places
         saved_reference = any(name.startswith("reference/") for name in places)
         is_frozen = saved_reference and not self._layout.has_reference
+        # The counters of a checkpoint may have the digest of all of the reference, of which this rank holds a part.
+        is_part = stored.has_any_box and self.seat.stages > 1
         reference = self._new_reference() if is_frozen else None
         if stored.has_any_box:  # Compared as a whole; only the box is read.
             mine = self._whole_by_name(reference)
@@ -497,7 +508,7 @@ class RankState(ABC):
             read,
             digest=digest,
             reference=reference,
-            is_older=reference is not None and not counters.reference,
+            is_older=reference is not None and (not counters.reference or is_part),
         )
         self._become(counters, digest=found, stage=stage, reference=reference)
 
@@ -577,14 +588,15 @@ class RankState(ABC):
     @property
     def _reference_part(self) -> LayoutPart:
         """Layout of a frozen reference; one that moves lies like the actor."""
-        return LayoutPart.of(parameter_shapes(self._reference_config), is_filled=False)
+        return LayoutPart.of(local_shapes(self._reference_config, self.seat), is_filled=False)
 
 
-def lay_out(shapes: Mapping[str, tuple[int, ...]], companions: Companions) -> Layout:
-    """Layout of a state: the actor with these parameters, and what its run needs besides."""
+def lay_out(shapes: Mapping[str, tuple[int, ...]], companions: Companions, *, seat: Seat = WHOLE) -> Layout:
+    """Layout of a state: the actor with these parameters, and what its run needs besides, as far as this rank holds
+    it."""
     parts = {ACTOR: LayoutPart.of(shapes)}
     if companions.critic is not None:
-        critic = parameter_shapes(companions.critic, with_value_head=True)
+        critic = local_shapes(companions.critic, seat, with_value_head=True)
         parts[CRITIC] = LayoutPart.of(critic, start=parts[ACTOR].stop, prefix="critic.")
     return Layout(parts, has_reference=companions.moving_reference)
 

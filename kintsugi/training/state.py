@@ -17,13 +17,15 @@ from kintsugi.checkpoint.snapshot import SnapshotSegments
 from kintsugi.config.schema import ActorSection
 from kintsugi.config.stages import Stage
 from kintsugi.errors import RefusedError
+from kintsugi.model.architecture import parameter_shapes
+from kintsugi.model.partition import part_of
 from kintsugi.model.plan import ACTOR_ALONE, Companions
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.torch_internals import fused_adamw
 from kintsugi.model.transformer import Transformer
 from kintsugi.runtime.peak_memory import PARAMETERS, PEAKS
 from kintsugi.training.boxes import GATHER_TIMEOUT_S, Box
-from kintsugi.training.group import Group
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.initial_weights import Weights, critic_weights, reference_weights
 from kintsugi.training.layout import ACTOR, CRITIC, LayoutPart, LayoutSlot, reference_by_name
 from kintsugi.training.rank_state import RankState, lay_out
@@ -50,7 +52,7 @@ class TrainingState(RankState):
         keep no activations within their layers. `seat` tells which box of the state this rank holds."""
         assert model.dtype == torch.float32, f"master weights are float32, got {model.dtype}"
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        layout = lay_out(shapes, companions)
+        layout = lay_out(shapes, companions, seat=seat)
         super().__init__(
             torch.zeros(Box(layout, seat).size, device=model.device),
             layout=layout,
@@ -69,7 +71,11 @@ class TrainingState(RankState):
         self._critic: Transformer | None = None
         if companions.critic is not None:
             self._critic = Transformer(
-                companions.critic, with_value_head=True, dtype=compute_dtype, device=model.device
+                companions.critic,
+                with_value_head=True,
+                dtype=compute_dtype,
+                device=model.device,
+                part=part_of(companions.critic, seat),
             )
         self._trained = (
             {ACTOR: self.model} if self._critic is None else {ACTOR: self.model, CRITIC: self._critic}
@@ -97,6 +103,10 @@ class TrainingState(RankState):
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    def trained(self, part: str) -> Transformer:
+        """Model of a part of the layout: actor or critic."""
+        return self._trained[part]
+
     @property
     def _is_in_place(self) -> bool:
         is_here: bool = self._live.untyped_storage().nbytes() > 0
@@ -118,7 +128,12 @@ class TrainingState(RankState):
             weights, part = self._reference, self._reference_part
             if weights is None:
                 weights, part = self._layout.reference(self._live).to(self.model.dtype), self._layout.actor
-            model = Transformer(self._reference_config, dtype=self.model.dtype, device=self.model.device)
+            model = Transformer(
+                self._reference_config,
+                dtype=self.model.dtype,
+                device=self.model.device,
+                part=part_of(self._reference_config, self.seat),
+            )
             point(model, part, weights=weights)
             self._reference_model = model
         return self._reference_model
@@ -199,21 +214,29 @@ class TrainingState(RankState):
         part.within(self._compute_weights).copy_(part.within(self.gradient))
         part.within(self.gradient).zero_()
 
-    def _complete_update(self, part: str, *, before: Tensor, group: Group | None) -> Tensor:
-        if self._box.is_whole:
+    def _complete_update(self, part: str, *, before: Tensor, groups: Groups | None) -> Tensor:
+        if self.seat.is_whole:
             return self._change(before, self._some_weights(part))
-        assert group is not None, "the weights of several shards are gathered after an update"
-        self._gather(group, part)
+        assert groups is not None, "the weights of several boxes are gathered after an update"
+        if not self._box.is_whole:
+            self._gather(groups.data, part)
         squares = torch.stack((_norm(self._some_weights(part) - before), _norm(before))).square()
-        gathered = group.all_gather(squares, timeout_s=GATHER_TIMEOUT_S)[self._box.counted(group)]
+        world = groups.world
+        gathered = world.all_gather(squares, timeout_s=GATHER_TIMEOUT_S)[self._box.counted(world)]
         changed, held = gathered.sum(dim=0).sqrt()
         return _relative(changed, held)
 
     def _whole_by_name(self, reference: Tensor | None) -> dict[str, Tensor]:
-        if self._box.is_whole:
+        if self.seat.is_whole:
             return self._by_name(self._live, reference)
-        frozen = {} if reference is None else reference_by_name(self._reference_part, reference)
-        return self._layout.by_name(torch.empty(self._layout.size, device="meta")) | frozen
+        layout = self._layout
+        if self.seat.stages > 1:
+            layout = lay_out(self.weight_shapes, self.companions)
+        whole = layout.by_name(torch.empty(layout.size, device="meta"))
+        if reference is None:
+            return whole
+        part = LayoutPart.of(parameter_shapes(self._reference_config), is_filled=False)
+        return whole | reference_by_name(part, torch.empty(part.size, dtype=reference.dtype, device="meta"))
 
     def _change(self, before: Tensor, after: Tensor) -> Tensor:
         return _relative(_norm(after - before), _norm(before))
@@ -299,7 +322,9 @@ def _move_gradient(total: Tensor, parameter: Tensor) -> None:
 
 def _empty_twin(model: Transformer, *, dtype: torch.dtype) -> Transformer:
     has_head = model.value_head is not None
-    return Transformer(model.config, with_value_head=has_head, dtype=dtype, device=model.device)
+    return Transformer(
+        model.config, with_value_head=has_head, dtype=dtype, device=model.device, part=model.part
+    )
 
 
 def _norm(weights: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class Rank:
             for shard in call.shards
         }
         self.processor.admit(step)
-        self.calls.run(call, shards, group=self.adapter.group(call.generation))
+        self.calls.run(call, shards, groups=self.adapter.groups(call.generation))
         self.state.commit(step)
         return self.state.committed_digest
 
