@@ -3,9 +3,10 @@
     flat weights of a model:   | matrices, which decay ……………………………… | norms, biases … |
     cut over two shards:       | box 0 ………………… | box 1 ………………… | box 0 …| box 1 …|
 
-Each of the two stretches is cut into equal parts, whose length is a multiple of `ALIGNMENT` elements (the last part may
-be shorter). The box has the same form as the whole (`layout.py`): the rows weights, first and second moments, each with
-the parts of all models. So it is one flat tensor, which is copied, hashed, rolled back and sent as the whole state is.
+Each of the two stretches is cut into equal parts, whose length is a multiple of `ALIGNMENT` elements (the last parts
+may be shorter, or empty). The box has the same form as the whole (`layout.py`): the rows weights, first and second
+moments, each with the parts of all models. So it is one flat tensor, which is copied, hashed, rolled back and sent as
+the whole state is.
 
 A rank of several shards also has all weights in the type in which the models compute. They are gathered from the boxes
 after each update, and when a group has returned to a committed step.
@@ -24,13 +25,10 @@ from kintsugi.errors import IntegrityError
 from kintsugi.model.arrays import Array, namespace
 from kintsugi.model.seats import WHOLE, Seat, replica_of, seat_of
 from kintsugi.training.group import Group
-from kintsugi.training.layout import Layout, LayoutPart
+from kintsugi.training.layout import ALIGNMENT, Layout, LayoutPart
+from kintsugi.training.norms import gradient_norm
+from kintsugi.training.reduction import PIECE_ELEMENTS, Cut
 
-ALIGNMENT = 64
-"""A cut elsewhere would give other bits: the operator of AdamW computes the last elements of a tensor, fewer than a
-vector of the CPU, in another way."""
-PIECE_ELEMENTS = 64 << 20
-"""Weights that are gathered at once, over all boxes."""
 GATHER_TIMEOUT_S = 75.0
 """Limit for one piece: a library may keep one of the ranks for a minute."""
 
@@ -57,6 +55,20 @@ class Stretch:
             return range(self.start, self.stop)
         first = min(self.start + shard * self.width, self.stop)
         return range(first, min(first + self.width, self.stop))
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of exchanges in which all shards' parts are sent."""
+        return -(-self.width // self._piece_elements)
+
+    def piece(self, shard: int, number: int) -> range:
+        """Elements of a shard's part that are sent in one exchange."""
+        first = number * self._piece_elements
+        return self.of_shard(shard)[first : first + self._piece_elements]
+
+    @property
+    def _piece_elements(self) -> int:
+        return max(ALIGNMENT, PIECE_ELEMENTS // self.seat.shards)
 
     @property
     def own(self) -> range:
@@ -168,9 +180,35 @@ class Box:
                     mark = f"{PART_MARK}{first - slot.start}"
                     yield name + mark, None, start, start + stop - first
 
-    def gather(self, weights: Any, *, into: Any, group: Group, parts: tuple[str, ...]) -> None:
-        """Complete the weights of these models in the type in which they compute, from the boxes of the ranks that hold
-        the whole state together. A collective: all ranks of the group take part."""
+    def zero_filling(self, flat: Any) -> None:
+        """Zero the elements of a state that belong to no parameter, before it is read by names."""
+        rows = [self.weights(flat), *self.moments(flat)]
+        for name, part in self.layout.parts.items():
+            for stretch, filling in zip(self.stretches(name), part.fillings, strict=True):
+                first = stretch.place + max(0, filling.start - stretch.own.start)
+                for row in rows:
+                    row[first : stretch.place + len(stretch.own)] = 0
+        if self.layout.has_reference:
+            for filling in self.layout.actor.fillings:
+                self.layout.reference(flat)[filling.start : filling.stop] = 0
+
+    def cut(self, part: str, group: Group) -> Cut | None:
+        """Elements of the gradient of one model that each rank of a group receives; None if all receive everything."""
+        if self.is_whole:
+            return None
+        shards = self.seat.shards
+        self.holders(group)
+        boxes = tuple(seat_of(name, shards=shards).shard for name in group.ranks)
+        first = self.layout.parts[part].start
+        pieces = (
+            tuple(stretch.piece(shard, number) for shard in range(shards))
+            for stretch in self.stretches(part)
+            for number in range(stretch.num_pieces)
+        )
+        return Cut(boxes, tuple(tuple(_moved(each, -first) for each in piece) for piece in pieces))
+
+    def holders(self, group: Group) -> list[int | None]:
+        """Which box of this rank's replica each rank of the group holds; None for ranks of other replicas."""
         shards = self.seat.shards
         mine = replica_of(group.ranks[group.rank], shards=shards)
         holders = [
@@ -182,31 +220,44 @@ class Box:
             raise IntegrityError(
                 f"expected one rank for each of {shards} boxes among {', '.join(group.ranks)}, found boxes {found}"
             )
+        return holders
+
+    def norm(self, gradient: Any, group: Group | None) -> float:
+        """Norm of a gradient of which this rank has the box. A collective where it does not have everything."""
+        if self.is_whole:
+            return gradient_norm([gradient])
+        assert group is not None, "the norm of several shards is summed over the ranks"
+        counted = [rank for rank, shard in enumerate(self.holders(group)) if shard is not None]
+        return gradient_norm([gradient], group=group, counted=counted, timeout_s=GATHER_TIMEOUT_S)
+
+    def gather(self, weights: Any, *, into: Any, group: Group, parts: tuple[str, ...]) -> None:
+        """Complete the weights of these models in the type in which they compute, from the boxes of the ranks that hold
+        the whole state together. A collective: all ranks of the group take part."""
+        holders = self.holders(group)
         for part in parts:
             for stretch in self.stretches(part):
-                for first in range(0, stretch.width, max(ALIGNMENT, PIECE_ELEMENTS // shards)):
-                    self._gather_piece(stretch, first, weights, into=into, group=group, holders=holders)
+                for number in range(stretch.num_pieces):
+                    self._gather_piece(stretch, number, weights, into=into, group=group, holders=holders)
 
     def _gather_piece(
         self,
         stretch: Stretch,
-        first: int,
+        number: int,
         weights: Any,
         *,
         into: Any,
         group: Group,
         holders: list[int | None],
     ) -> None:
-        """Exchange the elements from `first` on of every shard's part of a stretch."""
+        """Exchange one piece of every shard's part of a stretch."""
         import torch  # No other framework cuts its state.
 
-        step = max(ALIGNMENT, PIECE_ELEMENTS // self.seat.shards)
-
         def piece(shard: int | None) -> range:
-            return range(0) if shard is None else stretch.of_shard(shard)[first : first + step]
+            return range(0) if shard is None else stretch.piece(shard, number)
 
-        itemsize = into.element_size()
-        own = stretch.within(weights)[first : first + step].to(into.dtype).view(torch.uint8)
+        itemsize, mine = into.element_size(), piece(self.seat.shard)
+        place = stretch.place + mine.start - stretch.own.start
+        own = weights[place : place + len(mine)].to(into.dtype).view(torch.uint8)
         incoming = group.all_to_all(
             own.repeat(sum(holder is not None for holder in holders)),
             sent=[0 if holder is None else own.numel() for holder in holders],
@@ -220,6 +271,10 @@ class Box:
                 end = start + itemsize * len(where)
                 into[where.start : where.stop] = _typed(incoming[start:end], like=into)
                 start = end
+
+
+def _moved(elements: range, by: int) -> range:
+    return range(elements.start + by, elements.stop + by)
 
 
 def _typed(content: Array, *, like: Array) -> Any:

@@ -25,7 +25,7 @@ from kintsugi.training.layout import ACTOR
 from kintsugi.training.objective_metrics import Objective, Totals
 from kintsugi.training.packing import BatchSample, Kept, check_staleness
 from kintsugi.training.rank_state import RankState, Update
-from kintsugi.training.reduction import Contribution, finish_tree, sum_any_order, sum_owned
+from kintsugi.training.reduction import Contribution, Cut, finish_tree, sum_any_order, sum_owned
 from kintsugi.training.step_cache import StepCache
 
 T = TypeVar("T")
@@ -63,8 +63,10 @@ def whole_batch(
     deterministic: bool,
     result: CallResult,
     work: str,
+    cut: Cut | None = None,
 ) -> Contribution:
-    """Sum the contributions of all shards of all ranks; the result is equal on all ranks.
+    """Sum the contributions of all shards of all ranks; the result is equal on all ranks, of the gradient in those
+    elements that `cut` gives to this rank.
 
     `parts` are this rank's by shard; `work` is the name under which their computation is timed. In deterministic mode
     the sum is a tree over shards; otherwise each rank computes one contribution from all of its parts.
@@ -83,7 +85,12 @@ def whole_batch(
     with result.timed("reduce"):
         if deterministic:
             return finish_tree(
-                group, num_shards=call.num_shards, owned=owned, timeout_s=timeout_s, blocks=call.blocks
+                group,
+                num_shards=call.num_shards,
+                owned=owned,
+                timeout_s=timeout_s,
+                blocks=call.blocks,
+                cut=cut,
             )
         return sum_any_order(group, owned=everything, timeout_s=timeout_s)
 
@@ -166,6 +173,7 @@ class TrainingCalls(ABC):
                 deterministic=self._deterministic,
                 result=result,
                 work="forward_backward",
+                cut=state.cut(objective.part, group),
             )
             totals.append(_named(total, objective))
             state.note_peak()

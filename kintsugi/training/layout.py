@@ -3,6 +3,10 @@
     | weights: actor, critic | first moments | second moments | moving reference |
              └ matrices first, which decay; then norms and biases
 
+Both stretches of a model end at a multiple of `ALIGNMENT` elements; what fills them up is zero and stays zero. So no
+operator ever computes a last incomplete vector, and the bits of an update do not depend on where a layout is cut.
+Saved states hold parameters by name, without the filling.
+
 The tensor is flat so that every operation on all parameters (zeroing, adding, reducing, clipping, stepping, copying,
 hashing) is one operation in one fixed order. If any stage of the run needs a critic or a moving reference, their space
 is reserved from the start of the process and is zero until that stage begins.
@@ -18,6 +22,15 @@ from typing import Any
 from kintsugi.model.arrays import Array, is_tensor
 
 ACTOR, CRITIC = "actor", "critic"
+
+ALIGNMENT = 64
+"""Elements. The operator of AdamW computes the last elements of a tensor, fewer than a vector of the CPU, in another
+way, with other bits."""
+
+
+def aligned(position: int) -> int:
+    """The next position at which a stretch may end, or a tensor may be cut."""
+    return -(-position // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -39,24 +52,46 @@ class LayoutPart:
     slots: tuple[LayoutSlot, ...]
     start: int
     decayed_stop: int
-    """End of the matrices; norms and biases follow, which have no weight decay."""
+    """End of the matrices and their filling; norms and biases follow, which have no weight decay."""
     stop: int
+    """End of the norms and biases and their filling."""
     prefix: str = ""
     """Prefix of its parameters' names in the saved state: "critic."."""
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], *, start: int = 0, prefix: str = "") -> LayoutPart:
-        """Lay out all parameters of a model, matrices first."""
-        slots, position, decayed_stop = [], start, start
-        for name, shape in sorted(shapes.items(), key=lambda item: len(item[1]) < 2):
-            slots.append(LayoutSlot(name, shape, position))
-            position += math.prod(shape)
-            decayed_stop = position if len(shape) >= 2 else decayed_stop
-        return cls(tuple(slots), start, decayed_stop, position, prefix)
+    def of(
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        start: int = 0,
+        prefix: str = "",
+        is_filled: bool = True,
+    ) -> LayoutPart:
+        """Lay out all parameters of a model, matrices first. Both stretches are filled up, except for weights that are
+        never updated, whose digests are stored."""
+        assert start == aligned(start), f"a model begins at a multiple of {ALIGNMENT} elements, got {start}"
+        slots, ends, position = [], [], start
+        for decays in (True, False):
+            for name, shape in shapes.items():
+                if (len(shape) >= 2) == decays:
+                    slots.append(LayoutSlot(name, shape, position))
+                    position += math.prod(shape)
+            position = aligned(position) if is_filled else position
+            ends.append(position)
+        decayed_stop, stop = ends
+        return cls(tuple(slots), start, decayed_stop, stop, prefix)
 
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+    @property
+    def fillings(self) -> tuple[range, range]:
+        """Elements at the end of both stretches that belong to no parameter."""
+        ends = [self.start, self.decayed_stop]
+        for slot in self.slots:
+            ends[slot.start >= self.decayed_stop] += math.prod(slot.shape)
+        return range(ends[0], self.decayed_stop), range(ends[1], self.stop)
 
     def within(self, flat: Array) -> Any:
         return flat[self.start : self.stop]

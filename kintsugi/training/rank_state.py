@@ -35,6 +35,7 @@ from kintsugi.training.boxes import Box
 from kintsugi.training.group import Group
 from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart, reference_by_name
 from kintsugi.training.peer_replication import StateCopy
+from kintsugi.training.reduction import Cut
 from kintsugi.training.snapshots import (
     CopyCounters,
     HeldState,
@@ -123,10 +124,6 @@ class RankState(ABC):
     @abstractmethod
     def _companions_of(self, stage: Stage, *, actor: Mapping[str, Any]) -> tuple[Any, Any]:
         """Initial weights, by name, of a stage's critic and reference; None for one that the stage does not have."""
-
-    @abstractmethod
-    def _norm(self, gradient: Any) -> float:
-        """Euclidean norm, in float64 and in a fixed order."""
 
     @abstractmethod
     def _optimize(self, part: str, gradient: Any, *, settings: ActorSection, rate: float, count: int) -> None:
@@ -302,6 +299,10 @@ class RankState(ABC):
         """Slice of the gradient buffer that belongs to one model."""
         return self._part(part, self.gradient)
 
+    def cut(self, part: str, group: Group) -> Cut | None:
+        """Elements of a model's gradient that each rank of a group needs; None if all need everything."""
+        return self._box.cut(part, group)
+
     def begin_update(self, *, check: Callable[[], None] = lambda: None) -> None:
         """Begin the updates of a call; until `end_update` the state belongs to no step. `check` is called while the
         update waits for a save, and raises if the call has to be given up."""
@@ -325,16 +326,16 @@ class RankState(ABC):
         self._updating = self._between_calls = False
 
     def update(self, gradient: Any, *, part: str = ACTOR, group: Group | None = None) -> Update:
-        """Clip the gradient of one model, in place, and apply it; one that is not finite is skipped. It is equal on all
-        ranks. Each rank of several shards updates its box; the new weights are gathered within `group`."""
+        """Clip the gradient of one model, in place, and apply it; one that is not finite is skipped. A rank updates its
+        box, and reads only the elements of it; the norm is summed and the new weights are gathered within `group`."""
         assert self._updating, "updates are made between begin_update and end_update"
         actor, done, num_updates = self._schedule(part)
         rate = learning_rate(actor, update=done, num_updates=num_updates)
-        grad_norm = self._norm(gradient)
+        own = self._box.own_gradient(part, gradient)
+        grad_norm = self._box.norm(own, group)
         if not is_finite(grad_norm):
             self._count("critic_skipped" if part == CRITIC else "skipped")
             return Update(grad_norm, rate, applied=False)
-        own = self._box.own_gradient(part, gradient)
         if grad_norm > actor.max_grad_norm:
             own *= actor.max_grad_norm / grad_norm
         self._count("critic_updates" if part == CRITIC else "updates")
@@ -486,9 +487,14 @@ class RankState(ABC):
                 raise IntegrityError(
                     f"expected {name} as {dtype_name(tensor)} {tuple(tensor.shape)}, got {dtype} {shape}"
                 )
+
+        def read(view: Array) -> None:
+            self._box.zero_filling(view)
+            stored.read(self._by_name(view, reference))
+
         found, counters = self._copies.fill(
             counters,
-            lambda view: stored.read(self._by_name(view, reference)),
+            read,
             digest=digest,
             reference=reference,
             is_older=reference is not None and not counters.reference,
@@ -570,7 +576,8 @@ class RankState(ABC):
 
     @property
     def _reference_part(self) -> LayoutPart:
-        return LayoutPart.of(parameter_shapes(self._reference_config))
+        """Layout of a frozen reference; one that moves lies like the actor."""
+        return LayoutPart.of(parameter_shapes(self._reference_config), is_filled=False)
 
 
 def lay_out(shapes: Mapping[str, tuple[int, ...]], companions: Companions) -> Layout:

@@ -2,7 +2,8 @@
 
 In deterministic mode the shards of a batch are the leaves of a binary tree that depends on their number only. A rank
 holds a contiguous range of shards and sums the largest subtrees that lie wholly within it. The ranks exchange these
-sums and each finishes the same tree. The same pairs are added for any number of ranks, so the result has the same bits.
+sums and each finishes the same tree, for the elements that it updates. The same pairs are added for any number of
+ranks, so the result has the same bits.
 
 For 5 shards on two ranks (0–2 and 3–4), ((0+1)+(2+3))+4: the first rank brings the nodes 0+1 and 2, the second 3
 and 4.
@@ -105,6 +106,36 @@ def sum_owned(
     return {node: total(node, is_kept=node.stop < owned.stop) for node in nodes}
 
 
+class Cut(NamedTuple):
+    """Which elements of a gradient each rank of a group receives. Several ranks may receive the same ones."""
+
+    boxes: tuple[int, ...]
+    """Number of the box of each rank, in rank order."""
+    pieces: tuple[tuple[range, ...], ...]
+    """Elements of each box, of one exchange after the other; together they are the gradient."""
+
+    @classmethod
+    def whole(cls, num_elements: int, *, num_ranks: int) -> Cut:
+        """Every rank receives everything."""
+        everything = range(num_elements)
+        starts = range(0, num_elements, PIECE_ELEMENTS)
+        return cls((0,) * num_ranks, tuple((everything[start : start + PIECE_ELEMENTS],) for start in starts))
+
+    def holders(self, rank: int) -> list[int]:
+        """Ranks that receive the same elements as this one."""
+        return [other for other, box in enumerate(self.boxes) if box == self.boxes[rank]]
+
+    def shares(self, piece: Sequence[range]) -> list[range]:
+        """Elements that each rank finishes: equal parts of its box among the ranks that receive it."""
+        found = []
+        for rank, box in enumerate(self.boxes):
+            holders = self.holders(rank)
+            width = -(-len(piece[box]) // len(holders))
+            start = holders.index(rank) * width
+            found.append(piece[box][start : start + width])
+        return found
+
+
 def finish_tree(
     group: Group,
     *,
@@ -112,13 +143,15 @@ def finish_tree(
     owned: Mapping[Node, Contribution],
     timeout_s: float,
     blocks: Sequence[int] = (),
+    cut: Cut | None = None,
 ) -> Contribution:
-    """Sum over the whole batch, with the same bits on every rank, for every number of ranks, and for every assignment
-    of shard blocks to ranks (`blocks`, by rank; by default block i belongs to rank i).
+    """Sum over the whole batch, with the same bits for every number of ranks, for every cut of the gradient over them,
+    and for every assignment of shard blocks to ranks (`blocks`, by rank; by default block i belongs to rank i).
 
-    Each rank finishes the tree for its own slice of the gradient (addition is elementwise, so slicing changes no bits)
-    and the slices are gathered. Each rank transfers as many bytes as in one all-reduce, for any number of ranks. This
-    is done piece by piece, and the sum takes the place of a gradient of `owned`.
+    Each rank finishes the tree for its share of the elements (addition is elementwise, so a cut changes no bits) and
+    receives the shares of the ranks with the same box. With n nodes per rank, D ranks and r ranks per box it sends
+    4·n·(1 − 1/D) + 4·(r − 1)/D bytes per element. This is done piece by piece. The sum takes the place of a gradient
+    of `owned`, in the elements that this rank receives; the others are left undefined.
     """
     assert num_shards >= group.size, f"{num_shards} shards leave some of {group.size} ranks without any"
     root = Node(0, num_shards)
@@ -132,15 +165,18 @@ def finish_tree(
     gradient = next(iter(owned.values())).gradient
     found = {node: Contribution(gradient[:0], *each) for node, each in statistics.items()}
     total = sum_node(root, known=found.get)
-    for start in range(0, len(gradient), PIECE_ELEMENTS):
-        piece = slice(start, start + PIECE_ELEMENTS)
-        mine = {node: each.gradient[piece] for node, each in owned.items()}
-        slices = _exchange_slices(group, owned=mine, nodes=nodes, timeout_s=timeout_s)
-        nothing = total.sums[:0]
+    nothing = total.sums[:0]
+    cut = cut or Cut.whole(len(gradient), num_ranks=group.size)
+    mine = {node: each.gradient for node, each in owned.items()}
+    for piece in cut.pieces if len(gradient) > 0 else ():
+        shares = cut.shares(piece)
+        slices = _exchange_slices(group, owned=mine, nodes=nodes, shares=shares, timeout_s=timeout_s)
         found = {node: Contribution(each, nothing, nothing) for node, each in slices.items()}
         finished = sum_node(root, known=found.get).gradient
-        gathered = group.all_gather(finished, timeout_s=timeout_s).reshape(-1)
-        gradient[piece] = gathered[: len(gradient[piece])]
+        received = piece[cut.boxes[group.rank]]
+        gradient[received.start : received.stop] = _exchange_shares(
+            group, finished, shares=shares, cut=cut, timeout_s=timeout_s
+        )
     total.gradient = gradient
     return total
 
@@ -161,26 +197,42 @@ def _exchange_slices(
     *,
     owned: Mapping[Node, Array],
     nodes: Sequence[Sequence[Node]],
+    shares: Sequence[range],
     timeout_s: float,
 ) -> dict[Node, Any]:
-    """Exchange gradients: return this rank's slice of every node, zero-padded to equal width."""
-    mine = nodes[group.rank]
-    first = next(iter(owned.values()))
-    (num_elements,) = first.shape
-    width = -(-num_elements // group.size)
-    outgoing = zeros(group.size, len(mine), width, like=first)
-    for position, node in enumerate(mine):
-        padded = zeros(group.size * width, like=first)
-        padded[:num_elements] = owned[node]
-        outgoing[:, position] = padded.reshape(group.size, width)
+    """Exchange gradients: return this rank's share of every node."""
+    mine, width = nodes[group.rank], len(shares[group.rank])
+    outgoing = [owned[node][share.start : share.stop] for share in shares for node in mine]
     incoming = group.all_to_all(
-        outgoing.reshape(-1),
-        sent=[len(mine) * width] * group.size,
+        namespace(outgoing[0]).concatenate(outgoing),
+        sent=[len(mine) * len(share) for share in shares],
         received=[len(theirs) * width for theirs in nodes],
         timeout_s=timeout_s,
     )
     in_order = [node for theirs in nodes for node in theirs]
-    return dict(zip(in_order, incoming.reshape(-1, width), strict=True))
+    return dict(zip(in_order, incoming.reshape(len(in_order), width), strict=True))
+
+
+def _exchange_shares(
+    group: Group, finished: Array, *, shares: Sequence[range], cut: Cut, timeout_s: float
+) -> Any:
+    """Exchange finished shares between the ranks with the same box: return the box. All ranks of the group make the
+    same collective, also one whose box no other rank has."""
+    num_boxes = len(set(cut.boxes))
+    if num_boxes == group.size:
+        return finished
+    if num_boxes == 1:
+        padded = zeros(max(len(share) for share in shares), like=finished)
+        padded[: len(finished)] = finished
+        gathered = group.all_gather(padded, timeout_s=timeout_s).reshape(-1)
+        return gathered[: sum(len(share) for share in shares)]
+    holders = cut.holders(group.rank)
+    return group.all_to_all(
+        namespace(finished).concatenate([finished] * len(holders)),
+        sent=[len(finished) if rank in holders else 0 for rank in range(group.size)],
+        received=[len(share) if rank in holders else 0 for rank, share in enumerate(shares)],
+        timeout_s=timeout_s,
+    )
 
 
 def _exchange_statistics(

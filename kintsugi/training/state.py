@@ -115,11 +115,11 @@ class TrainingState(RankState):
         if self._stage is None or not self._stage.has_reference or not self._counters.stage:
             raise RefusedError(f"stage {self._counters.stage!r} keeps no reference model (its `beta` is 0)")
         if self._reference_model is None:
-            weights = self._reference
+            weights, part = self._reference, self._reference_part
             if weights is None:
-                weights = self._layout.reference(self._live).to(self.model.dtype)
+                weights, part = self._layout.reference(self._live).to(self.model.dtype), self._layout.actor
             model = Transformer(self._reference_config, dtype=self.model.dtype, device=self.model.device)
-            point(model, self._reference_part, weights=weights)
+            point(model, part, weights=weights)
             self._reference_model = model
         return self._reference_model
 
@@ -214,9 +214,6 @@ class TrainingState(RankState):
         frozen = {} if reference is None else reference_by_name(self._reference_part, reference)
         return self._layout.by_name(torch.empty(self._layout.size, device="meta")) | frozen
 
-    def _norm(self, gradient: Tensor) -> float:
-        return float(_norm(gradient))
-
     def _change(self, before: Tensor, after: Tensor) -> Tensor:
         return _relative(_norm(after - before), _norm(before))
 
@@ -304,15 +301,9 @@ def _empty_twin(model: Transformer, *, dtype: torch.dtype) -> Transformer:
     return Transformer(model.config, with_value_head=has_head, dtype=dtype, device=model.device)
 
 
-NORM_ELEMENTS, CPU_NORM_ELEMENTS = 16 << 20, 256 << 20
-"""Elements whose norm is taken at once, on an accelerator and on a CPU: torch copies them to float64 for it."""
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    """Euclidean norm, in float64; of a large gradient piece by piece, in a fixed order."""
-    most = NORM_ELEMENTS if gradient.is_cuda else CPU_NORM_ELEMENTS
-    pieces = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in gradient.split(most)]
-    return pieces[0] if len(pieces) == 1 else torch.linalg.vector_norm(torch.stack(pieces))
+def _norm(weights: Tensor) -> Tensor:
+    """Euclidean norm of some weights, for the ratio of an update."""
+    return torch.linalg.vector_norm(weights, dtype=torch.float64)
 
 
 def _relative(changed: Tensor, held: Tensor) -> Tensor:

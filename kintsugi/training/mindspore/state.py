@@ -87,8 +87,10 @@ class MindSporeState(RankState):
         if self._stage is None or not self._stage.has_reference or not self._counters.stage:
             raise RefusedError(f"stage {self._counters.stage!r} keeps no reference model (its `beta` is 0)")
         if self._reference_parameters is None:
-            weights = self._layout.reference(self._live) if self._reference is None else self._reference
-            views = self._reference_part.views(weights)
+            if self._reference is None:
+                views = self._layout.actor.views(self._layout.reference(self._live))
+            else:
+                views = self._reference_part.views(self._reference)
             self._reference_parameters = {name: self.runtime.to_device(view) for name, view in views.items()}
         return self._reference_parameters
 
@@ -118,12 +120,9 @@ class MindSporeState(RankState):
         load_into(reference, Path(stage.reference.path), config=self._reference_config)
         return None, reference
 
-    def _norm(self, gradient: Floats) -> float:
-        return float(np.sqrt(np.square(gradient, dtype=np.float64).sum()))
-
     def _change(self, before: Floats, after: Floats) -> float:
-        whole = self._norm(before)
-        return self._norm(after - before) / whole if whole > 0 else 0.0
+        whole = _norm(before)
+        return _norm(after - before) / whole if whole > 0 else 0.0
 
     def _optimize(
         self, part: str, gradient: Floats, *, settings: ActorSection, rate: float, count: int
@@ -169,6 +168,10 @@ class MindSporeState(RankState):
     def _become(self, counters: CopyCounters, *, digest: str, stage: Stage | None, reference: Any) -> None:
         super()._become(counters, digest=digest, stage=stage, reference=reference)
         self._is_lost = False
+
+
+def _norm(weights: Floats) -> float:
+    return float(np.sqrt(np.square(weights, dtype=np.float64).sum()))
 
 
 def page_aligned(count: int) -> Floats:

@@ -12,8 +12,8 @@ from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.architecture import parameter_shapes
 from kintsugi.model.seats import Seat, digest_of_box, joined, replica_of, seat_of
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.training.boxes import ALIGNMENT, Box
-from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart
+from kintsugi.training.boxes import Box
+from kintsugi.training.layout import ACTOR, ALIGNMENT, CRITIC, Layout, LayoutPart
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.process_group import ProcessGroup
 from kintsugi.training.state import TrainingState

@@ -1,14 +1,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 import torch
 
 from kintsugi.samples.sharding import shards_of_rank
 from kintsugi.training import reduction
+from kintsugi.training.group import Group
 from kintsugi.training.process_group import ProcessGroup
-from kintsugi.training.reduction import Contribution, Node, finish_tree, owned_nodes, sum_any_order, sum_owned
+from kintsugi.training.reduction import (
+    Contribution,
+    Cut,
+    Node,
+    finish_tree,
+    owned_nodes,
+    sum_any_order,
+    sum_owned,
+)
 from tests.unit.training.world import in_world
 
 SIZE = 37
@@ -115,6 +125,75 @@ def test_statistics_are_sums_and_maxima_over_all_shards() -> None:
     for total in tree(2, 4):
         assert total.sums.tolist() == pytest.approx([0.6, 4.0])
         assert total.maxima.tolist() == [3.0]
+
+
+PIECES = (
+    (range(5), range(5, 12), range(12, 13), range(13, 13)),
+    (range(13, 20), range(20, 30), range(30, 31), range(31, SIZE)),
+)
+"""Of up to four boxes: unequal, and one of them empty."""
+
+
+@pytest.mark.parametrize("boxes", [(0, 1), (0, 1, 2), (0, 1, 0), (0, 1, 0, 1), (0, 1, 2, 3), (1, 0, 0, 0)])
+def test_a_rank_receives_its_box_of_the_sum_with_the_bits_of_the_whole(boxes: tuple[int, ...]) -> None:
+    (alone,) = tree(1, 5)
+    cut = Cut(boxes, tuple(merged(piece, max(boxes) + 1) for piece in PIECES))
+
+    def rank_main(rank: int, group: ProcessGroup) -> Contribution:
+        owned = sum_owned(5, owned=shards_of_rank(5, rank=rank, world_size=len(boxes)), of_shard=shard)
+        return finish_tree(group, num_shards=5, owned=owned, timeout_s=10.0, cut=cut)
+
+    for box, total in zip(boxes, in_world(len(boxes), rank_main), strict=True):
+        assert torch.equal(total.sums, alone.sums)
+        for piece in cut.pieces:
+            mine = slice(piece[box].start, piece[box].stop)
+            assert torch.equal(total.gradient[mine], alone.gradient[mine])
+
+
+def merged(piece: Sequence[range], count: int) -> tuple[range, ...]:
+    """The first boxes of a piece; the last of them takes the elements of all others that follow it."""
+    return (*piece[: count - 1], range(piece[count - 1].start, max(piece[count - 1].stop, piece[-1].stop)))
+
+
+class CountingGroup:
+    """Counts the elements that a rank sends to other ranks."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size, self.sent = group.rank, group.size, 0
+
+    def all_gather(self, tensor: torch.Tensor, *, timeout_s: float) -> torch.Tensor:
+        if tensor.dtype == torch.float32:
+            self.sent += tensor.numel() * (self.size - 1)
+        return self._group.all_gather(tensor, timeout_s=timeout_s)
+
+    def all_to_all(
+        self, tensor: torch.Tensor, *, sent: Sequence[int], received: Sequence[int], timeout_s: float
+    ) -> torch.Tensor:
+        self.sent += sum(sent) - sent[self.rank]
+        return self._group.all_to_all(tensor, sent=sent, received=received, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(("shards", "expected"), [(1, 1.5), (2, 1.0), (4, 0.75)])
+def test_the_more_boxes_the_fewer_elements_are_sent(shards: int, expected: float) -> None:
+    """Of four ranks with one shard of the batch each, relative to the length of the gradient."""
+    width = 64 // shards
+    cut = Cut(
+        tuple(rank % shards for rank in range(4)),
+        (tuple(range(box * width, (box + 1) * width) for box in range(shards)),),
+    )
+
+    def rank_main(rank: int, group: ProcessGroup) -> int:
+        counting = CountingGroup(group)
+        mine = Contribution(torch.ones(64), torch.zeros(1).double(), torch.zeros(0).double())
+        found = finish_tree(
+            cast("Group", counting), num_shards=4, owned={Node(rank, rank + 1): mine}, timeout_s=10.0, cut=cut
+        )
+        received = cut.pieces[0][rank % shards]
+        assert torch.equal(found.gradient[received.start : received.stop], torch.full((width,), 4.0))
+        return counting.sent
+
+    assert in_world(4, rank_main) == [int(expected * 64)] * 4
 
 
 def test_the_quick_sum_agrees_to_rounding_and_is_equal_on_all_ranks() -> None:

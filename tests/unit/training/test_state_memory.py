@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kintsugi.config.schema import ActorSection
-from kintsugi.training import state as state_module
 from kintsugi.training.batch import cut
 from kintsugi.training.group import Group
 from kintsugi.training.model_calls import ModelCalls
@@ -109,17 +108,6 @@ def test_a_rank_with_one_shard_updates_from_the_buffer_itself(
     call = batch.call(stage, step=1, rank=0, world_size=1, num_shards=1, interface=interface)
     run_call(batch, call, calls=ModelCalls(state, deterministic=deterministic), group=alone())
     assert state.given.data_ptr() == state.gradient.data_ptr()
-
-
-def test_the_norm_of_a_large_gradient_is_taken_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for pieces in (1 << 30, 100):
-        monkeypatch.setattr(state_module, "CPU_NORM_ELEMENTS", pieces)
-        state = new_state(new_stage())
-        gradient = torch.randn(state.gradient.shape, generator=torch.Generator().manual_seed(1)) * 1e3
-        state.begin_update()
-        found.append(state.update(gradient).grad_norm)
-    assert found[1] == pytest.approx(found[0], rel=1e-14)
 
 
 def test_recomputation_is_set_on_every_trained_model() -> None:
