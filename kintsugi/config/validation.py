@@ -120,6 +120,10 @@ _RULES: dict[str, Rule] = {
     "actor.max_grad_norm": _POSITIVE,
     "actor.micro_batch_tokens": _POSITIVE,
     "actor.logical_shards": _POSITIVE,
+    "actor.logical_slices": (
+        "a power of two",
+        lambda value: value >= 1 and math.log2(value).is_integer(),
+    ),
     "generation.servers": _NOT_NEGATIVE,
     "generation.slots": (
         "at least 4: with fewer rows results would depend on the batch",

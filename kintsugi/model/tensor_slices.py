@@ -86,12 +86,17 @@ def view(whole: Any, where: SliceName) -> Any:
     return whole[tuple(slice(*each) for each in extent(where, tuple(whole.shape)))]
 
 
+def slice_shape(where: SliceName, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`slice_shape(SliceName("lm_head.weight", 1, 2), (7, 16)) == (4, 16)`."""
+    return tuple(stop - start for start, stop in extent(where, shape))
+
+
 def slice_shapes(
     shapes: Mapping[str, tuple[int, ...]], *, slices: range, count: int
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of some slices of a model's parameters, by their own names."""
     return {
-        local: tuple(stop - start for start, stop in extent(SliceName.parse(local), shape))
+        local: slice_shape(SliceName.parse(local), shape)
         for name, shape in shapes.items()
         for local in slice_names(name, slices=slices, count=count)
     }
@@ -111,6 +116,48 @@ def fill(whole: Mapping[str, Any], slices: Mapping[str, Any]) -> None:
     for local, array in slices.items():
         where = SliceName.parse(local)
         view(whole[where.name], where)[...] = array
+
+
+def join(name: str, shape: tuple[int, ...], slices: Mapping[str, Any]) -> Any:
+    """A whole tensor from all of its slices."""
+    whole = next(iter(slices.values())).new_empty(shape)
+    fill({name: whole}, slices)
+    return whole
+
+
+def join_all(slices: Mapping[str, Any], *, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Whole tensors from slices of these; one that was not cut is not copied."""
+    by_name: dict[str, dict[str, Any]] = {}
+    for local, array in slices.items():
+        by_name.setdefault(SliceName.parse(local).name, {})[local] = array
+    return {
+        name: own[name] if name in own else join(name, shapes[name], own) for name, own in by_name.items()
+    }
+
+
+@dataclass(frozen=True)
+class ModelSlices:
+    """Which slices of every parameter a rank has: `ModelSlices(range(2, 4), 4)` are the last two of four."""
+
+    own: range = range(1)
+    count: int = 1
+
+    @property
+    def is_cut(self) -> bool:
+        return self.count > 1
+
+    def shapes(self, whole: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the rank's parameters, by their own names: first those that are cut."""
+        if not self.is_cut:
+            return whole
+        in_order = dict(sorted(whole.items(), key=lambda item: cut_axis(item[0]) is None))
+        return slice_shapes(in_order, slices=self.own, count=self.count)
+
+    def cut(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Slices of weights that are whole; those that are slices already remain as they are."""
+        if not self.is_cut or any(SliceName.parse(name).count > 1 for name in weights):
+            return weights
+        return cut(weights, slices=self.own, count=self.count)
 
 
 def check_slices(config: ModelConfig, count: int) -> None:

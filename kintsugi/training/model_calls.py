@@ -183,6 +183,7 @@ class ModelCalls(TrainingCalls):
                 companions=state.companions,
                 dtype=state.model.dtype,
                 device=state.gradient.device,
+                tensors=state.tensor_group,
             )
         model, found = self._reward_model, dict[str, float]()
 

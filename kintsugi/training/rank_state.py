@@ -31,6 +31,7 @@ from kintsugi.model.arrays import Array, copied, dtype_name
 from kintsugi.model.plan import Companions
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import DTYPES
+from kintsugi.model.tensor_slices import ModelSlices
 from kintsugi.training.boxes import Box
 from kintsugi.training.group import Group
 from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart, reference_by_name
@@ -77,9 +78,12 @@ class RankState(ABC):
         process: str,
         segments: SnapshotSegments | None,
         seat: Seat = WHOLE,
+        slices: ModelSlices | None = None,
     ) -> None:
         """`live` holds the state, or the box of it that `seat` names. Snapshots are stored under the name of `process`
-        in the host's `segments`, or in private memory."""
+        in the host's `segments`, or in private memory. `slices`: the logical slices of the models that this rank has;
+        by default everything."""
+        self._slices = slices or ModelSlices()
         self.config = config
         self.companions = companions
         self._layout = layout
@@ -431,8 +435,12 @@ class RankState(ABC):
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the actor's weights by Hugging Face name."""
-        return {slot.name: slot.shape for slot in self._layout.actor.slots}
+        """Shapes of the actor's whole weights by Hugging Face name."""
+        slots = self._layout.actor.slots
+        if not self._slices.is_cut:
+            return {slot.name: slot.shape for slot in slots}
+        has_head = any(slot.name.startswith("value_head.") for slot in slots)
+        return parameter_shapes(self.config, with_value_head=has_head)
 
     def hold_latest(self) -> StateCopy | None:
         """Hold the prepared state, or else the committed one, for a thread that reads it during training; None before
@@ -488,9 +496,11 @@ class RankState(ABC):
                     f"expected {name} as {dtype_name(tensor)} {tuple(tensor.shape)}, got {dtype} {shape}"
                 )
 
+        shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+
         def read(view: Array) -> None:
             self._box.zero_filling(view)
-            stored.read(self._by_name(view, reference))
+            stored.read(self._by_name(view, reference), shapes=shapes)
 
         found, counters = self._copies.fill(
             counters,
@@ -577,14 +587,18 @@ class RankState(ABC):
     @property
     def _reference_part(self) -> LayoutPart:
         """Layout of a frozen reference; one that moves lies like the actor."""
-        return LayoutPart.of(parameter_shapes(self._reference_config), is_filled=False)
+        return LayoutPart.of(self._slices.shapes(parameter_shapes(self._reference_config)), is_filled=False)
 
 
-def lay_out(shapes: Mapping[str, tuple[int, ...]], companions: Companions) -> Layout:
-    """Layout of a state: the actor with these parameters, and what its run needs besides."""
-    parts = {ACTOR: LayoutPart.of(shapes)}
+def lay_out(
+    shapes: Mapping[str, tuple[int, ...]], companions: Companions, slices: ModelSlices | None = None
+) -> Layout:
+    """Layout of a state, or of slices of it: the actor with these parameters, which are whole, and what its run needs
+    besides."""
+    slices = slices or ModelSlices()
+    parts = {ACTOR: LayoutPart.of(slices.shapes(shapes))}
     if companions.critic is not None:
-        critic = parameter_shapes(companions.critic, with_value_head=True)
+        critic = slices.shapes(parameter_shapes(companions.critic, with_value_head=True))
         parts[CRITIC] = LayoutPart.of(critic, start=parts[ACTOR].stop, prefix="critic.")
     return Layout(parts, has_reference=companions.moving_reference)
 

@@ -16,6 +16,7 @@ from kintsugi.model.device import choose_device, identity, use_deterministic_ker
 from kintsugi.model.device_usage import device_gauges
 from kintsugi.model.plan import plan_companions
 from kintsugi.model.seats import seat_of
+from kintsugi.model.tensor_group import OneRank
 from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
 from kintsugi.telemetry.events import Event
@@ -58,14 +59,17 @@ class TorchFramework:
         return identity(self._device)
 
     def open_state(self, config: Config, *, process: str, segments: SnapshotSegments | None) -> TrainingState:
+        count = config.actor.logical_slices
+        tensors = OneRank(count) if count > 1 else None
         return TrainingState(
-            empty_model(config, device=self._device),
+            empty_model(config, device=self._device, tensors=tensors),
             companions=plan_companions(config),
             compute_dtype=getattr(torch, config.actor.dtype),
             recompute=config.actor.recompute,
             process=process,
             segments=segments,
             seat=seat_of(process, shards=config.actor.layout.shards),
+            tensors=tensors,
         )
 
     def fill_initial(self, state: RankState, config: Config) -> None:

@@ -39,6 +39,7 @@ from kintsugi.model.folder_files import folder_files
 from kintsugi.model.plan import plan_model
 from kintsugi.model.seats import seat_of
 from kintsugi.model.tensor_file import FileContent
+from kintsugi.model.tensor_slices import join_all
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.process.main import run_worker
 from kintsugi.process.membership import ShuttingDown
@@ -469,9 +470,11 @@ class ModelWorker:
     def _model_files(self, held: HeldState, others: BoxWriters | None) -> Iterator[tuple[str, FileContent]]:
         """Files of a Hugging Face folder: the committed weights and their tokenizer."""
         origin = self._config.model.path
-        weights = held.weights
-        if others is not None:
-            weights = stored_weights(others.folder, shapes=self._state.weight_shapes)
+        shapes = self._state.weight_shapes
+        if others is None:
+            weights = join_all(held.weights, shapes=shapes)
+        else:
+            weights = stored_weights(others.folder, shapes=shapes)
         yield from folder_files(
             weights,
             config=self._state.config,

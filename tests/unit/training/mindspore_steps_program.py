@@ -49,7 +49,7 @@ class Stored:
         self._arrays = {name: np.array(array) for name, array in arrays.items()}
         self.places = {place.name: place for place in TensorFile(self._arrays).places}
 
-    def read(self, into: Mapping[str, Any]) -> None:
+    def read(self, into: Mapping[str, Any], *, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, array in into.items():
             array[...] = self._arrays[name]
 

@@ -87,7 +87,7 @@ class StoredTensors:
         self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         self.places = {place.name: place for place in TensorFile(self._tensors).places}
 
-    def read(self, into: Mapping[str, Tensor]) -> None:
+    def read(self, into: Mapping[str, Tensor], *, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, tensor in into.items():
             tensor.copy_(self._tensors[name])
 
