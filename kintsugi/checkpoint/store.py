@@ -112,9 +112,9 @@ class OtherBoxes(Protocol):
 
 def state_file(seat: Seat) -> str:
     """`state_file(Seat(1, 4)) == "trainer-00002-of-00004.safetensors"`."""
-    if seat.shards == 1:
+    if seat.is_whole:
         return STATE_FILE
-    return f"trainer-{seat.shard + 1:05d}-of-{seat.shards:05d}.safetensors"
+    return f"trainer-{seat.number + 1:05d}-of-{seat.boxes:05d}.safetensors"
 
 
 def is_trainer_file(name: str) -> bool:
@@ -362,12 +362,12 @@ def _state_files(path: Path, *, contents: Contents) -> list[str]:
     found = sorted(name for name in contents.files if re.fullmatch(_BOX_FILE, name))
     if not found:
         raise StorageError(f"{path} has no {STATE_FILE}")
-    shards = int(found[0].removesuffix(".safetensors").rpartition("-")[2])
-    expected = [state_file(Seat(shard, shards)) for shard in range(shards)]
+    boxes = int(found[0].removesuffix(".safetensors").rpartition("-")[2])
+    expected = [state_file(Seat(number, boxes)) for number in range(boxes)]
     if found != expected:
         odd = sorted(set(expected) ^ set(found))
         raise StorageError(
-            f"{path}: expected the {shards} boxes of one state, got another set: {', '.join(odd)}"
+            f"{path}: expected the {boxes} boxes of one state, got another set: {', '.join(odd)}"
         )
     return found
 

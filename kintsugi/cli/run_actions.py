@@ -82,6 +82,7 @@ CHANGEABLE = (
     "algorithm.clip_high",
     "actor.layout.replicas",
     "actor.layout.shards",
+    "actor.layout.stages",
     "actor.learning_rate",
     "actor.schedule",
     "actor.weight_decay",

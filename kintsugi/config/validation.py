@@ -110,6 +110,8 @@ _RULES: dict[str, Rule] = {
     "warmup.warmup_steps": _NOT_NEGATIVE,
     "actor.workers": _POSITIVE,
     "actor.layout.shards": _POSITIVE,
+    "actor.layout.stages": _POSITIVE,
+    "actor.layout.tensors": _POSITIVE,
     "actor.layout.replicas": _POSITIVE,
     "actor.learning_rate": _POSITIVE,
     "actor.warmup_steps": _NOT_NEGATIVE,
@@ -229,7 +231,7 @@ def _check_division(run: _Candidate) -> None:
         counted = f"`{batch}` × group size = {samples} samples"
         if stage.algorithm.name in LEARN_PAIRS:  # Pairs are not split.
             samples, counted = stage.algorithm.batch_size, f"`{batch}`={stage.algorithm.batch_size} pairs"
-        if actor.workers > samples:
+        if actor.data_parallel > samples:
             raise run.error("actor.workers", f"at most as many workers as {counted}")
         if actor.num_shards > samples:
             raise run.error("actor.logical_shards", f"at most {counted}")
@@ -238,12 +240,12 @@ def _check_division(run: _Candidate) -> None:
                 "rollout.workers",
                 f"at most `{batch}`={stage.algorithm.batch_size} (a prompt's samples stay together)",
             )
-    if actor.num_shards % actor.workers:
-        raise run.error(
-            "actor.logical_shards",
-            f"a multiple of `actor.workers`={actor.workers}, or null for one part per worker",
-        )
     _check_layout(run)
+    if actor.num_shards % actor.data_parallel:
+        computed = f"`actor.workers`={actor.workers}"
+        if actor.layout.model_ranks > 1:
+            computed = f"{actor.data_parallel}, the workers that compute different samples"
+        raise run.error("actor.logical_shards", f"a multiple of {computed}, or null for one part per worker")
     servers, most = run.config.generation.servers, most_servers(run.config)
     if has_servers(run.config) and servers < 1:
         raise run.error("generation.servers", "at least 1: completions are sampled, if only to evaluate")
@@ -255,15 +257,25 @@ def _check_division(run: _Candidate) -> None:
 def _check_layout(run: _Candidate) -> None:
     """Check that every part of the optimizer's state has the same number of workers, and what shards are not for."""
     actor = run.config.actor
-    shards, replicas = actor.layout.shards, actor.layout.replicas
-    if actor.workers % shards:
-        raise run.error("actor.layout.shards", f"a divisor of `actor.workers`={actor.workers}")
-    if replicas is not None and replicas * shards != actor.workers:
+    layout = actor.layout
+    sizes = {name: getattr(layout, name) for name in ("shards", "stages", "tensors")}
+    cut = {f"actor.layout.{name}": size for name, size in sizes.items() if size > 1}
+    if actor.workers % layout.boxes:
+        *others, field = cut
+        product = "".join(f"`{name}`={cut[name]} × " for name in others)
+        what = "a divisor of" if not others else f"{product}`{field}` to be a divisor of"
+        raise run.error(field, f"{what} `actor.workers`={actor.workers}")
+    if layout.replicas is not None and layout.replicas * layout.boxes != actor.workers:
+        of = " × ".join(f"`{name}`={size}" for name, size in cut.items()) or "`actor.layout.shards`=1"
+        of = f"({of})" if len(cut) > 1 else of
         raise run.error(
             "actor.layout.replicas",
-            f"{actor.workers // shards} (`actor.workers`={actor.workers} / `actor.layout.shards`={shards}), or null",
+            f"{actor.workers // layout.boxes} (`actor.workers`={actor.workers} / {of}), or null",
         )
-    if shards == 1:
+    for field in ("actor.layout.stages", "actor.layout.tensors"):
+        if field in cut:
+            raise run.error(field, "1: more is not possible yet")
+    if layout.boxes == 1:
         return
     if any(stage.moves_reference for stage in run.stages):
         raise run.error("actor.layout.shards", "1, because a reference that moves is not cut")

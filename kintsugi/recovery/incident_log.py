@@ -117,7 +117,7 @@ class IncidentLog:
         living: tuple[str, ...],
         replacements_fail: bool,
         step_s: float,
-        shards: int = 1,
+        boxes: int = 1,
     ) -> FaultSituation:
         """Return the situation from which a strategy is chosen."""
         current = self.current
@@ -133,7 +133,7 @@ class IncidentLog:
             replacements_fail=replacements_fail,
             start_s=self.start_s,
             step_s=step_s,
-            shards=shards,
+            boxes=boxes,
         )
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ class FaultSituation(msgspec.Struct, frozen=True):
     """Duration of the last start of a replacement, or an estimate."""
     step_s: float
     """Duration of a step."""
-    shards: int = 1
+    boxes: int = 1
     """Parts into which the state is cut, each held by some of the ranks only."""
 
 
@@ -155,8 +155,8 @@ def _elastic(situation: FaultSituation) -> RecoveryOption:
     why = unrecoverable_reason(situation)
     if not why and not situation.living:
         why = "no rank lives"
-    if not why and situation.shards > 1:
-        why = f"the state is cut into {situation.shards} parts, one for each rank of a group"
+    if not why and situation.boxes > 1:
+        why = f"the state is cut into {situation.boxes} parts, one for each rank of a group"
     more = len(situation.missing) / max(1, len(situation.living))
     lasting = f"then every step up to {more:.0%} longer" if situation.missing else ""
     return RecoveryOption(Strategy.ELASTIC, situation.step_s, why, lasting)

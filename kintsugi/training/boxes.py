@@ -24,7 +24,7 @@ from kintsugi.checkpoint.store import PART_MARK
 from kintsugi.errors import IntegrityError
 from kintsugi.model.arrays import Array, namespace
 from kintsugi.model.seats import WHOLE, Seat, replica_of, seat_of
-from kintsugi.training.group import Group
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.layout import ALIGNMENT, Layout, LayoutPart
 from kintsugi.training.norms import gradient_norm
 from kintsugi.training.reduction import PIECE_ELEMENTS, Cut
@@ -198,7 +198,7 @@ class Box:
             return None
         shards = self.seat.shards
         self.holders(group)
-        boxes = tuple(seat_of(name, shards=shards).shard for name in group.ranks)
+        boxes = tuple(seat_of(name, self.seat.mesh).shard for name in group.ranks)
         first = self.layout.parts[part].start
         pieces = (
             tuple(stretch.piece(shard, number) for shard in range(shards))
@@ -209,11 +209,10 @@ class Box:
 
     def holders(self, group: Group) -> list[int | None]:
         """Which box of this rank's replica each rank of the group holds; None for ranks of other replicas."""
-        shards = self.seat.shards
-        mine = replica_of(group.ranks[group.rank], shards=shards)
+        shards, mesh = self.seat.shards, self.seat.mesh
+        mine = replica_of(group.ranks[group.rank], mesh)
         holders = [
-            seat_of(name, shards=shards).shard if replica_of(name, shards=shards) == mine else None
-            for name in group.ranks
+            seat_of(name, mesh).shard if replica_of(name, mesh) == mine else None for name in group.ranks
         ]
         found = [shard for shard in holders if shard is not None]
         if sorted(found) != list(range(shards)):
@@ -222,13 +221,15 @@ class Box:
             )
         return holders
 
-    def norm(self, gradient: Any, group: Group | None) -> float:
+    def norm(self, gradient: Any, groups: Groups | None) -> float:
         """Norm of a gradient of which this rank has the box. A collective where it does not have everything."""
-        if self.is_whole:
+        if self.seat.is_whole:
             return gradient_norm([gradient])
-        assert group is not None, "the norm of several shards is summed over the ranks"
-        counted = [rank for rank, shard in enumerate(self.holders(group)) if shard is not None]
-        return gradient_norm([gradient], group=group, counted=counted, timeout_s=GATHER_TIMEOUT_S)
+        assert groups is not None, "the norm of several boxes is summed over the ranks"
+        world, mesh = groups.world, self.seat.mesh
+        mine = replica_of(world.ranks[world.rank], mesh)
+        counted = [rank for rank, name in enumerate(world.ranks) if replica_of(name, mesh) == mine]
+        return gradient_norm([gradient], group=world, counted=counted, timeout_s=GATHER_TIMEOUT_S)
 
     def gather(self, weights: Any, *, into: Any, group: Group, parts: tuple[str, ...]) -> None:
         """Complete the weights of these models in the type in which they compute, from the boxes of the ranks that hold

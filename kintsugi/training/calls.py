@@ -20,7 +20,7 @@ from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.protocol.training import RunCall
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.peak_memory import PEAK_UPDATE
-from kintsugi.training.group import Group
+from kintsugi.training.group import Groups
 from kintsugi.training.layout import ACTOR
 from kintsugi.training.objective_metrics import Objective, Totals
 from kintsugi.training.packing import BatchSample, Kept, check_staleness
@@ -59,7 +59,7 @@ def whole_batch(
     parts: Mapping[int, Sequence[T]],
     *,
     contribution: Callable[[Sequence[T]], Contribution],
-    group: Group,
+    groups: Groups,
     deterministic: bool,
     result: CallResult,
     work: str,
@@ -85,19 +85,19 @@ def whole_batch(
     with result.timed("reduce"):
         if deterministic:
             return finish_tree(
-                group,
+                groups.data,
                 num_shards=call.num_shards,
                 owned=owned,
                 timeout_s=timeout_s,
                 blocks=call.blocks,
                 cut=cut,
             )
-        return sum_any_order(group, owned=everything, timeout_s=timeout_s)
+        return sum_any_order(groups.data, owned=everything, timeout_s=timeout_s)
 
 
 Shards = Mapping[int, Sequence[BatchSample]]
 """Samples of this rank's shards, by shard index."""
-Interface = Callable[[RunCall, Shards, Group], CallResult]
+Interface = Callable[[RunCall, Shards, Groups], CallResult]
 
 COMMON_SUMS = ("loss", "tokens", "loss_tokens")
 
@@ -145,15 +145,15 @@ class TrainingCalls(ABC):
         """Drop the cached tensors of the current step."""
         self._step_cache.clear()
 
-    def run(self, call: RunCall, shards: Shards, *, group: Group) -> CallResult:
+    def run(self, call: RunCall, shards: Shards, *, groups: Groups) -> CallResult:
         """Run a call on this rank's shards. A device that fails its known-answer test raises instead of a result."""
         if call.interface not in self._interfaces:
             raise RefusedError(f"{call.call}: this worker has no interface {call.interface!r}")
-        result = self._interfaces[call.interface](call, shards, group)
+        result = self._interfaces[call.interface](call, shards, groups)
         self._check_device()
         return result
 
-    def _train(self, call: RunCall, shards: Shards, group: Group, *, objective: Objective) -> CallResult:
+    def _train(self, call: RunCall, shards: Shards, groups: Groups, *, objective: Objective) -> CallResult:
         """Make the step's updates of one model; the gradient buffer is free again afterwards."""
         result = CallResult()
         state = self._rank_state
@@ -169,11 +169,11 @@ class TrainingCalls(ABC):
                 call,
                 batches,
                 contribution=partial(self._contribution, call=call, objective=objective, learns=not waits),
-                group=group,
+                groups=groups,
                 deterministic=self._deterministic,
                 result=result,
                 work="forward_backward",
-                cut=state.cut(objective.part, group),
+                cut=state.cut(objective.part, groups.data),
             )
             totals.append(_named(total, objective))
             state.note_peak()
@@ -182,7 +182,7 @@ class TrainingCalls(ABC):
                 state.begin_update(check=self._check)
             with result.timed("optimizer"):
                 update = (
-                    NOT_UPDATED if waits else state.update(total.gradient, part=objective.part, group=group)
+                    NOT_UPDATED if waits else state.update(total.gradient, part=objective.part, groups=groups)
                 )
                 updates.append(update)
         if call.prepares:
@@ -213,7 +213,7 @@ class TrainingCalls(ABC):
                     COUNTERS.add("micro_batches")
         return result
 
-    def _store_rollouts(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _store_rollouts(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Write the samples to the run folder; the step does not change the state."""
         result = CallResult()
         with result.timed("store"):

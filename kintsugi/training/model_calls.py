@@ -22,7 +22,7 @@ from kintsugi.training import advantages, losses, objectives
 from kintsugi.training.advantages import TokenAdvantages
 from kintsugi.training.batch import MicroBatch, cut
 from kintsugi.training.calls import COMMON_SUMS, CallResult, Shards, TrainingCalls, whole_batch
-from kintsugi.training.group import Group
+from kintsugi.training.group import Groups
 from kintsugi.training.initial_weights import load_reward_model
 from kintsugi.training.objective_metrics import Objective
 from kintsugi.training.packing import BatchSample, Kept
@@ -123,7 +123,7 @@ class ModelCalls(TrainingCalls):
         """Call a function with every micro-batch, without gradient."""
         return super()._infer(shards, look, kept=kept)
 
-    def _reference_inference(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _reference_inference(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Compute and cache the reference's log-probabilities. If the KL is subtracted from the reward of whole
         samples, return the sum of each sample's KL estimates."""
         stage = self._state.stage
@@ -149,7 +149,7 @@ class ModelCalls(TrainingCalls):
             result.outputs = {"reference_kl": divergences}
         return result
 
-    def _proximal_inference(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _proximal_inference(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Compute and cache the log-probabilities under the weights before the first update of the step."""
         model, temperature = self._state.model, call.arguments["temperature"]
 
@@ -159,7 +159,7 @@ class ModelCalls(TrainingCalls):
 
         return self._infer(shards, look)
 
-    def _critic_inference(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _critic_inference(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Compute and cache the critic's values of the states before each loss token, and of the one after the last."""
         critic = self._state.critic
 
@@ -172,7 +172,7 @@ class ModelCalls(TrainingCalls):
 
         return self._infer(shards, look)
 
-    def _reward_inference(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _reward_inference(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Score every sample by the reward model."""
         state = self._state
         if state.stage.reward_model is None:
@@ -194,7 +194,7 @@ class ModelCalls(TrainingCalls):
         result.outputs = {"score": found}
         return result
 
-    def _token_advantages(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _token_advantages(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Compute and cache every token's advantage, whitened over the whole batch, and the critic's returns. The
         result of the call has each sample's mean advantage."""
         result = CallResult()
@@ -212,7 +212,7 @@ class ModelCalls(TrainingCalls):
             call,
             learned,
             contribution=contribution,
-            group=group,
+            groups=groups,
             deterministic=self._deterministic,
             result=result,
             work="forward",

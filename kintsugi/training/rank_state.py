@@ -33,7 +33,7 @@ from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import DTYPES
 from kintsugi.model.tensor_slices import ModelSlices
 from kintsugi.training.boxes import Box
-from kintsugi.training.group import Group
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart, reference_by_name
 from kintsugi.training.peer_replication import StateCopy
 from kintsugi.training.reduction import Cut
@@ -148,7 +148,7 @@ class RankState(ABC):
         """Set the critic's initial weights."""
         self._layout.parts[CRITIC].fill(self._weights, weights)
 
-    def _complete_update(self, part: str, *, before: Any, group: Group | None) -> Any:
+    def _complete_update(self, part: str, *, before: Any, groups: Groups | None) -> Any:
         """Return the relative change of a model, once its weights on this rank are complete."""
         return self._change(before, self._some_weights(part))
 
@@ -329,14 +329,14 @@ class RankState(ABC):
         self._counters = counters
         self._updating = self._between_calls = False
 
-    def update(self, gradient: Any, *, part: str = ACTOR, group: Group | None = None) -> Update:
+    def update(self, gradient: Any, *, part: str = ACTOR, groups: Groups | None = None) -> Update:
         """Clip the gradient of one model, in place, and apply it; one that is not finite is skipped. A rank updates its
-        box, and reads only the elements of it; the norm is summed and the new weights are gathered within `group`."""
+        box, and reads only the elements of it; the norm is summed and the new weights are gathered within `groups`."""
         assert self._updating, "updates are made between begin_update and end_update"
         actor, done, num_updates = self._schedule(part)
         rate = learning_rate(actor, update=done, num_updates=num_updates)
         own = self._box.own_gradient(part, gradient)
-        grad_norm = self._box.norm(own, group)
+        grad_norm = self._box.norm(own, groups)
         if not is_finite(grad_norm):
             self._count("critic_skipped" if part == CRITIC else "skipped")
             return Update(grad_norm, rate, applied=False)
@@ -345,7 +345,7 @@ class RankState(ABC):
         self._count("critic_updates" if part == CRITIC else "updates")
         before = copied(self._some_weights(part))
         self._optimize(part, own, settings=actor, rate=rate, count=done + 1)
-        ratio = self._complete_update(part, before=before, group=group)
+        ratio = self._complete_update(part, before=before, groups=groups)
         return Update(grad_norm, rate, applied=True, ratio=ratio)
 
     def _some_weights(self, part: str) -> Any:

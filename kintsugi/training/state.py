@@ -26,7 +26,7 @@ from kintsugi.model.torch_internals import fused_adamw
 from kintsugi.model.transformer import Transformer
 from kintsugi.runtime.peak_memory import PARAMETERS, PEAKS
 from kintsugi.training.boxes import GATHER_TIMEOUT_S, Box
-from kintsugi.training.group import Group
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.initial_weights import Weights, critic_weights, new_model, reference_weights
 from kintsugi.training.layout import ACTOR, CRITIC, LayoutPart, LayoutSlot, reference_by_name
 from kintsugi.training.rank_state import RankState, lay_out
@@ -228,13 +228,13 @@ class TrainingState(RankState):
         part.within(self._compute_weights).copy_(part.within(self.gradient))
         part.within(self.gradient).zero_()
 
-    def _complete_update(self, part: str, *, before: Tensor, group: Group | None) -> Tensor:
+    def _complete_update(self, part: str, *, before: Tensor, groups: Groups | None) -> Tensor:
         if self._box.is_whole:
             return self._change(before, self._some_weights(part))
-        assert group is not None, "the weights of several shards are gathered after an update"
-        self._gather(group, part)
+        assert groups is not None, "the weights of several shards are gathered after an update"
+        self._gather(groups.data, part)
         squares = torch.stack((_norm(self._some_weights(part) - before), _norm(before))).square()
-        changed, held = group.all_gather(squares, timeout_s=GATHER_TIMEOUT_S).sum(dim=0).sqrt()
+        changed, held = groups.data.all_gather(squares, timeout_s=GATHER_TIMEOUT_S).sum(dim=0).sqrt()
         return _relative(changed, held)
 
     def _whole_by_name(self, reference: Tensor | None) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from kintsugi.device_lease.memory import KeptMemory, MovedMemory, check_policy
 from kintsugi.model.device import choose_device, identity, use_deterministic_kernels
 from kintsugi.model.device_usage import device_gauges
 from kintsugi.model.plan import plan_companions
-from kintsugi.model.seats import seat_of
+from kintsugi.model.seats import mesh_of, seat_of
 from kintsugi.model.tensor_group import OneRank
 from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
@@ -68,7 +68,7 @@ class TorchFramework:
             recompute=config.actor.recompute,
             process=process,
             segments=segments,
-            seat=seat_of(process, shards=config.actor.layout.shards),
+            seat=seat_of(process, mesh_of(config.actor.layout)),
             tensors=tensors,
         )
 

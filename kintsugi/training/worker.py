@@ -85,7 +85,7 @@ from kintsugi.telemetry.events import AlertEvent, Note, NoteEvent
 from kintsugi.training.box_saving import BoxSaver, BoxWriters, own_tensors
 from kintsugi.training.checkpoint_delivery import CheckpointDelivery
 from kintsugi.training.framework import Framework, open_framework
-from kintsugi.training.group import Group
+from kintsugi.training.group import Groups
 from kintsugi.training.held_out_pairs import HeldOutPairs
 from kintsugi.training.peer_replication import KEEP_TIMEOUT_S, PeerReplica, choose_agent
 from kintsugi.training.rank_state import RankState
@@ -335,7 +335,7 @@ class ModelWorker:
 
     def _rebuild(self, request: RebuildGroup) -> RankReady:
         ready = self._carry_out(request)
-        group = self._adapter.group(request.generation)
+        group = self._adapter.groups(request.generation).world
         if group.size > 1:
             message = f"generation {group.group_id} of {group.size} ranks exchanges by {group.route}"
             self._emit(Note(message))
@@ -346,26 +346,27 @@ class ModelWorker:
         if answer is not None:
             return answer
         self._processor.admit(call.step, goes_on=self._state.is_between_calls)
-        group = self._adapter.group(call.generation)
+        groups = self._adapter.groups(call.generation)
         if call.stage != self._state.counters.stage:
             raise RefusedError(
                 f"step {call.step} belongs to stage {call.stage!r}, this rank is in {self._state.counters.stage!r}"
             )
-        block = call.blocks[group.rank] if call.blocks else group.rank
-        mine = shards_of_rank(call.num_shards, rank=block, world_size=group.size)
+        part, parts = groups.data.rank, groups.data.size
+        block = call.blocks[part] if call.blocks else part
+        mine = shards_of_rank(call.num_shards, rank=block, world_size=parts)
         if [shard.index for shard in call.shards] != list(mine):
             raise RefusedError(
-                f"rank {group.rank} of {group.size} expected shards {mine.start} to {mine.stop - 1} of "
+                f"rank {part} of {parts} expected shards {mine.start} to {mine.stop - 1} of "
                 f"{call.num_shards}, got {[shard.index for shard in call.shards]}"
             )
         self._step_calls.begin(call)
         try:
-            done = self._compute(call, group)
+            done = self._compute(call, groups)
         finally:
             self._step_calls.fail()  # Without effect once the call has ended well.
         return done
 
-    def _compute(self, call: RunCall, group: Group) -> CallDone:
+    def _compute(self, call: RunCall, groups: Groups) -> CallDone:
         """Fetch the samples of a call and run it; its answer is recorded for a master that asks again."""
         start = time.perf_counter()
         try:
@@ -382,7 +383,7 @@ class ModelWorker:
         self._answer_neighbours()
         with self._lease_guard.of_call(call, check=self._check):
             self._adapter.complete()
-            result = self._calls.run(call, samples, group=group)
+            result = self._calls.run(call, samples, groups=groups)
         done = CallDone(
             call.step,
             self._state.prepared_digest,
@@ -450,7 +451,7 @@ class ModelWorker:
             )
         held = self._state.hold_committed()
         others = None
-        if held.seat.shards > 1:
+        if not held.seat.is_whole:
             others = BoxWriters(
                 self._request,
                 process=self._shell.process,
@@ -507,7 +508,7 @@ class ModelWorker:
         if len(agents) == 1:
             return
         seat = self._state.seat
-        same = [name for name in self._adapter.ranks if seat_of(name, shards=seat.shards) == seat]
+        same = [name for name in self._adapter.ranks if seat_of(name, seat.mesh) == seat]
         agent = choose_agent(
             is_first=same[:1] in ([], [self._shell.process]),
             host=self._host,

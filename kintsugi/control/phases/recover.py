@@ -32,7 +32,7 @@ from kintsugi.errors import (
     root_first,
 )
 from kintsugi.journal.facts import FaultNoted, IncidentClosed, IncidentOpened, RolledBack, StrategyChosen
-from kintsugi.model.seats import seat_of
+from kintsugi.model.seats import mesh_of, seat_of
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import RebuildGroup
 from kintsugi.protocol.training import Save
@@ -253,7 +253,7 @@ class RecoveryCoordinator:
             return report
         waited_s = now - self.protocol.since[_S.WAITING]
         limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
-        is_cut = self._config.actor.layout.shards > 1
+        is_cut = self._config.actor.layout.boxes > 1
         # No rank is left to continue without them, or none can.
         if is_cut or not self._decision.state.members.live(Role.MODEL):
             limit_s = max(limit_s, self._config.cluster.start_timeout_s)
@@ -286,8 +286,8 @@ class RecoveryCoordinator:
             self._decision.add_effect(ShareBook())  # The rank may not have the addresses of the others yet.
             step, living = self._decision.state.step, self._decision.state.members.live(Role.MODEL)
             holders = [rank for rank in living if self.protocol.holds(rank, step)]
-            shards = self._config.actor.layout.shards
-            has_all = len({seat_of(rank, shards=shards) for rank in holders}) == shards
+            mesh = mesh_of(self._config.actor.layout)
+            has_all = len({seat_of(rank, mesh) for rank in holders}) == mesh.boxes
             if incident.repairs >= REPAIR_ATTEMPTS and not has_all:
                 self._fall_back(fault, now)
             elif incident.repairs >= REPAIR_ATTEMPTS and process in living and process not in holders:
@@ -402,7 +402,7 @@ class RecoveryCoordinator:
             living=tuple(self._decision.state.members.live(Role.MODEL)),
             replacements_fail=replacements_fail,
             step_s=self.step_s,
-            shards=self._config.actor.layout.shards,
+            boxes=self._config.actor.layout.boxes,
         )
 
     def _view(self) -> RankSet:
@@ -421,19 +421,19 @@ class RecoveryCoordinator:
             stage=carried_stage(self._config, step=step).name,
             next_stage=next_stage(self._config, step=step).name,
             flow=next((members[n].capabilities.get("flow", Flow.ROLLBACK) for n in living), Flow.ROLLBACK),
-            shards=self._config.actor.layout.shards,
+            mesh=mesh_of(self._config.actor.layout),
         )
 
     def _sources(self, rank: str) -> tuple[str, ...]:
         """Return the places where a rank may find its state: snapshots of its host (its own first, then of ranks with
         the same part of the state), agents of other hosts, the checkpoint."""
-        members, shards = self._decision.state.members, self._config.actor.layout.shards
-        host, seat = members.members[rank].host, seat_of(rank, shards=shards)
+        members, mesh = self._decision.state.members, mesh_of(self._config.actor.layout)
+        host, seat = members.members[rank].host, seat_of(rank, mesh)
         here = [
             name
             for name, member in members.members.items()
             if member.role is Role.MODEL and member.host == host and name != rank
-            if seat_of(name, shards=shards) == seat
+            if seat_of(name, mesh) == seat
         ]
         snapshots = [f"snapshot:{name}" for name in (rank, *sorted(here))]
         # Where a rank with this box ran on another host, the copy is with the agent of this one.

@@ -12,7 +12,7 @@ from kintsugi.errors import DeviceError, Miscomputed
 from kintsugi.protocol.training import RunCall
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.training.calls import COMMON_SUMS, CallResult, Shards, TrainingCalls
-from kintsugi.training.group import Group
+from kintsugi.training.group import Groups
 from kintsugi.training.mindspore.losses import Floats, kl_estimate
 from kintsugi.training.mindspore.passes import MicroBatch, PolicyGradient, Supervised, logprobs_of
 from kintsugi.training.mindspore.state import MindSporeState
@@ -87,7 +87,7 @@ class MindSporeCalls(TrainingCalls):
                 detail=Miscomputed("known answer"),
             )
 
-    def _reference_inference(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _reference_inference(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Compute and cache the reference's log-probabilities. If the KL is subtracted from the reward of whole
         samples, return the sum of each sample's KL estimates."""
         stage = self._state.stage
@@ -113,7 +113,7 @@ class MindSporeCalls(TrainingCalls):
             result.outputs = {"reference_kl": divergences}
         return result
 
-    def _proximal_inference(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _proximal_inference(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Compute and cache the log-probabilities under the weights before the first update of the step."""
         parameters, temperature = self._state.parameters, call.arguments["temperature"]
 

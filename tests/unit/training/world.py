@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -27,13 +28,13 @@ from kintsugi.graph.algorithms import build_graph
 from kintsugi.model.architecture import ModelConfig, value_config
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.plan import Companions
-from kintsugi.model.seats import seat_of
+from kintsugi.model.seats import Mesh, seat_of
 from kintsugi.model.tensor_file import TensorFile
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.protocol.training import RunCall
 from kintsugi.samples.sharding import logical_shards, shards_of_rank
 from kintsugi.training.calls import CallResult
-from kintsugi.training.group import Group
+from kintsugi.training.group import Groups
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.packing import sample_of
 from kintsugi.training.process_group import ProcessGroup, join_group
@@ -87,7 +88,9 @@ class StoredTensors:
         self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         self.places = {place.name: place for place in TensorFile(self._tensors).places}
 
-    def read(self, into: Mapping[str, Tensor], *, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def read(
+        self, into: Mapping[str, Tensor], *, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    ) -> None:
         for name, tensor in into.items():
             tensor.copy_(self._tensors[name])
 
@@ -248,7 +251,7 @@ def run_call(batch: Batch, call: RunCall, *, calls: ModelCalls, group: ProcessGr
         shard.index: [sample_of(item, batch.trajectories[item.key]) for item in shard.items]
         for shard in call.shards
     }
-    return calls.run(call, shards, group=group)
+    return calls.run(call, shards, groups=Groups.of(group))
 
 
 @dataclass
@@ -269,9 +272,9 @@ class RecordingState(TrainingState):
 
     given: Tensor
 
-    def update(self, gradient: Tensor, *, part: str = "actor", group: Group | None = None) -> Update:
+    def update(self, gradient: Tensor, *, part: str = "actor", groups: Groups | None = None) -> Update:
         self.given = gradient.clone()
-        return super().update(gradient, part=part, group=group)
+        return super().update(gradient, part=part, groups=groups)
 
 
 def train(
@@ -297,7 +300,7 @@ def train(
             model,
             companions=companions_of(stage),
             compute_dtype=dtype,
-            seat=seat_of(f"model-{rank}", shards=boxes),
+            seat=seat_of(f"model-{rank}", Mesh(boxes)),
         )
         state.start_stage(stage, step=0)
         calls = ModelCalls(state, deterministic=deterministic)
