@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.fused_layers import RotatedProjection
+from kintsugi.model.partition import ModelPart
 from kintsugi.model.rotary import inverse_frequencies
 from kintsugi.model.sliced_logprobs import sliced_token_logprobs, token_bounds
 from kintsugi.model.tensor_group import TensorGroup, enter, joined_rows, summed_products
@@ -44,11 +45,6 @@ class Slices(nn.Module):
     @property
     def biases(self) -> list[Tensor]:
         return [parameter for name, parameter in self.named_parameters() if name.startswith("bias")]
-
-    @property
-    def weight(self) -> Tensor:
-        """The first weight, for its type and device."""
-        return self.weights[0]
 
 
 class SlicedAttention(nn.Module):
@@ -126,20 +122,22 @@ class SlicedTransformer(Transformer):
         with_value_head: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        part: ModelPart | None = None,
     ) -> None:
         assert group.num_slices > 1, "a model of one slice is a `Transformer`"
         check_slices(config, group.num_slices)
-        super().__init__(config, with_value_head=with_value_head, dtype=dtype, device="meta")
+        super().__init__(config, with_value_head=with_value_head, dtype=dtype, device="meta", part=part)
         self.group = group
         whole = parameter_shapes(config, with_value_head=with_value_head)
         shapes = slice_shapes(whole, slices=group.slices, count=group.num_slices)
         with torch.device("meta"):
-            name = "model.embed_tokens"
-            embedding = SlicedEmbedding(
-                shapes, layer=name, dtype=dtype, vocab_size=config.vocab_size, group=group
-            )
-            self.model.add_module("embed_tokens", embedding)
-            for number, layer in enumerate(self.model.layers):
+            if self.part.is_first:
+                name = "model.embed_tokens"
+                embedding = SlicedEmbedding(
+                    shapes, layer=name, dtype=dtype, vocab_size=config.vocab_size, group=group
+                )
+                self.model.add_module("embed_tokens", embedding)
+            for number, layer in self.model.layers.named_children():
                 assert isinstance(layer, DecoderLayer)
                 name = f"model.layers.{number}"
                 attention = SlicedAttention(
@@ -148,7 +146,7 @@ class SlicedTransformer(Transformer):
                 layer.add_module("self_attn", attention)
                 feed_forward = SlicedFeedForward(layer=f"{name}.mlp", shapes=shapes, dtype=dtype, group=group)
                 layer.add_module("mlp", feed_forward)
-            if not config.tie_embeddings:
+            if self.lm_head is not None:
                 self.add_module("lm_head", Slices(shapes, layer="lm_head", dtype=dtype))
         allocate(self, device=torch.device(device))
         self.frequencies = inverse_frequencies(config, device=torch.device(device))

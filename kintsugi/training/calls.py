@@ -17,10 +17,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.model.arrays import namespace
 from kintsugi.protocol.training import RunCall
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.peak_memory import PEAK_UPDATE
-from kintsugi.training.group import Groups
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.layout import ACTOR
 from kintsugi.training.objective_metrics import Objective, Totals
 from kintsugi.training.packing import BatchSample, Kept, check_staleness
@@ -84,7 +85,7 @@ def whole_batch(
     timeout_s = APART_S + SLOWER_RANK_FACTOR * (time.perf_counter() - start)
     with result.timed("reduce"):
         if deterministic:
-            return finish_tree(
+            total = finish_tree(
                 groups.data,
                 num_shards=call.num_shards,
                 owned=owned,
@@ -92,7 +93,16 @@ def whole_batch(
                 blocks=call.blocks,
                 cut=cut,
             )
-        return sum_any_order(groups.data, owned=everything, timeout_s=timeout_s)
+        else:
+            total = sum_any_order(groups.data, owned=everything, timeout_s=timeout_s)
+        return total if groups.stages is None else _of_last_stage(total, groups.stages, timeout_s=timeout_s)
+
+
+def _of_last_stage(total: Contribution, stages: Group, *, timeout_s: float) -> Contribution:
+    """The same gradient with the statistics of the last stage, which computes the losses."""
+    xp, num_sums = namespace(total.sums), len(total.sums)
+    last = stages.all_gather(xp.concatenate((total.sums, total.maxima)), timeout_s=timeout_s)[-1]
+    return Contribution(total.gradient, last[:num_sums], last[num_sums:])
 
 
 Shards = Mapping[int, Sequence[BatchSample]]
@@ -123,11 +133,18 @@ class TrainingCalls(ABC):
         self._interfaces: dict[str, Interface] = {"store_rollouts": self._store_rollouts}
 
     @abstractmethod
-    def _contribution(
-        self, batches: Sequence[Any], *, call: RunCall, objective: Objective, learns: bool
-    ) -> Contribution:
-        """Gradient and statistics of some micro-batches, added up in their order. The gradient is the state's buffer,
-        which the next contribution overwrites."""
+    def _contributions(
+        self,
+        batches: Mapping[int, Sequence[Any]],
+        *,
+        call: RunCall,
+        objective: Objective,
+        groups: Groups,
+        learns: bool,
+    ) -> Callable[[Sequence[Any]], Contribution]:
+        """Function of the micro-batches of one shard, which is called with those of one after the other: their gradient
+        and statistics, added up in their order. The gradient is the state's buffer, which the next contribution
+        overwrites. `batches` are those of all shards."""
 
     @abstractmethod
     def _micro_batches(self, samples: Sequence[BatchSample], *, kept: Kept) -> list[Any]:
@@ -150,6 +167,8 @@ class TrainingCalls(ABC):
         if call.interface not in self._interfaces:
             raise RefusedError(f"{call.call}: this worker has no interface {call.interface!r}")
         result = self._interfaces[call.interface](call, shards, groups)
+        if not self._rank_state.seat.is_last:
+            result.outputs = {}  # Values of samples are computed by the last stage.
         self._check_device()
         return result
 
@@ -168,7 +187,9 @@ class TrainingCalls(ABC):
             total = whole_batch(
                 call,
                 batches,
-                contribution=partial(self._contribution, call=call, objective=objective, learns=not waits),
+                contribution=self._contributions(
+                    batches, call=call, objective=objective, groups=groups, learns=not waits
+                ),
                 groups=groups,
                 deterministic=self._deterministic,
                 result=result,
@@ -192,7 +213,10 @@ class TrainingCalls(ABC):
             state.pause_update()
         state.note_peak(PEAK_UPDATE)
         result.metrics = objective.metrics(totals, updates)
-        COUNTERS.add("tokens_trained", sum(len(s.tokens) for samples in shards.values() for s in samples))
+        if (
+            state.seat.number % state.seat.mesh.model_ranks == 0
+        ):  # One of the ranks that compute these samples.
+            COUNTERS.add("tokens_trained", sum(len(s.tokens) for samples in shards.values() for s in samples))
         return result
 
     def _cut(self, shards: Shards, *, kept: Kept = "learned") -> dict[int, list[Any]]:

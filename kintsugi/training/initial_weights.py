@@ -12,7 +12,9 @@ from kintsugi.config.schema import Config
 from kintsugi.config.stages import Stage
 from kintsugi.model import huggingface
 from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.partition import part_of
 from kintsugi.model.plan import Companions, actor_head, plan_architecture
+from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.sliced_transformer import SlicedTransformer
 from kintsugi.model.tensor_group import TensorGroup
 from kintsugi.model.tensor_slices import SliceName, view
@@ -50,12 +52,13 @@ def load_reward_model(
     companions: Companions,
     dtype: torch.dtype,
     device: torch.device,
-    tensors: TensorGroup | None,
+    seat: Seat = WHOLE,
+    tensors: TensorGroup | None = None,
 ) -> Transformer:
-    """Load the trained reward model of a stage, or this rank's slices of it, frozen."""
+    """Load the trained reward model of a stage, or this rank's part of it, frozen."""
     assert stage.reward_model is not None and companions.reward_model is not None
-    folder, config = Path(stage.reward_model.path), companions.reward_model
-    model = new_model(config, with_value_head=True, dtype=dtype, device=device, tensors=tensors)
+    config, folder = companions.reward_model, Path(stage.reward_model.path)
+    model = new_model(config, with_value_head=True, dtype=dtype, device=device, seat=seat, tensors=tensors)
     huggingface.load_into(dict(model.named_parameters()), folder, config=config, head="required")
     return model.requires_grad_(requires_grad=False)
 
@@ -66,20 +69,26 @@ def new_model(
     with_value_head: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device,
-    tensors: TensorGroup | None,
+    seat: Seat = WHOLE,
+    tensors: TensorGroup | None = None,
 ) -> Transformer:
-    """Create a model without weights; with `tensors` only this rank's slices of it."""
+    """Create a model without weights, or the part of it that a rank computes: layers by its seat, slices by
+    `tensors`."""
+    part = part_of(config, seat)
     if tensors is None:
-        return Transformer(config, with_value_head=with_value_head, dtype=dtype, device=device)
+        return Transformer(config, with_value_head=with_value_head, dtype=dtype, device=device, part=part)
     return SlicedTransformer(
-        config, group=tensors, with_value_head=with_value_head, dtype=dtype, device=device
+        config, group=tensors, with_value_head=with_value_head, dtype=dtype, device=device, part=part
     )
 
 
-def empty_model(config: Config, *, device: torch.device, tensors: TensorGroup | None = None) -> Transformer:
-    """Create the model in float32 without weights (`fill_initial`)."""
+def empty_model(
+    config: Config, *, device: torch.device, seat: Seat = WHOLE, tensors: TensorGroup | None = None
+) -> Transformer:
+    """Create the model, or this rank's part of it, in float32 without weights (`fill_initial`)."""
     has_head = actor_head(config) != "refused"
-    return new_model(plan_architecture(config), with_value_head=has_head, device=device, tensors=tensors)
+    architecture = plan_architecture(config)
+    return new_model(architecture, with_value_head=has_head, device=device, seat=seat, tensors=tensors)
 
 
 @torch.no_grad()
@@ -96,7 +105,7 @@ def fill_initial(parameters: Weights, config: Config) -> None:
     initialize(model, config.model.new.seed)
     whole = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        where = SliceName.parse(name)
+        where = SliceName.parse(name)  # A rank may hold a part.
         parameter.copy_(view(whole[where.name], where))
 
 

@@ -178,7 +178,7 @@ class ProcessGroup:
         assert self.rank == 0, "the first rank sends"
         self.check("sending")
         assert self._backend is not None, "collectives need a group of several ranks"
-        staged = self._staged(tensor)
+        staged = self._staged(_bytes_of(tensor.contiguous()))
         try:
             work = start_broadcast(self._backend, staged, timeout=timedelta(seconds=SEND_TIMEOUT_S))
         except RuntimeError as error:
@@ -196,16 +196,16 @@ class ProcessGroup:
         """Fill a tensor with the one that the first rank sends."""
         assert self.rank == 1, "the second rank receives"
         timeout = timedelta(seconds=timeout_s)
-        staged = (
-            into if self.route is Route.NCCL or not into.is_cuda else torch.empty_like(into, device="cpu")
-        )
+        target = _bytes_of(into)
+        is_direct = self.route is Route.NCCL or not into.is_cuda
+        staged = target if is_direct else torch.empty_like(target, device="cpu")
         self._run(
             lambda backend: start_broadcast(backend, staged, timeout=timeout),
             what="receiving",
             timeout_s=timeout_s,
         )
-        if staged is not into:
-            into.copy_(staged)
+        if not is_direct:
+            target.copy_(staged)
 
     def _staged(self, tensor: Tensor) -> Tensor:
         """Return the tensor in memory that the route can access: on the device for NCCL, else on the host."""
@@ -560,6 +560,11 @@ class _Rendezvous:
 
     def _remaining_s(self) -> float:
         return max(0.0, self._deadline - SYSTEM_CLOCK.monotonic())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """View of a contiguous tensor: the libraries do not send every type."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _title(group_id: int, name: str) -> str:

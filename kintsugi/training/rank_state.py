@@ -28,6 +28,7 @@ from kintsugi.config.stages import Stage
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.arrays import Array, copied, dtype_name
+from kintsugi.model.partition import local_shapes
 from kintsugi.model.plan import Companions
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import DTYPES
@@ -416,7 +417,7 @@ class RankState(ABC):
         return HeldState(
             counters=counters,
             tensors=self._by_name(view, self._kept_reference(counters)),
-            weights=actor.views(self._layout.weights(view)) if self._box.is_whole else {},
+            weights=actor.views(self._layout.weights(view)) if self.seat.is_whole else {},
             dtype=self.dtype,
             await_copy=await_copy,
             hold=hold,
@@ -435,12 +436,11 @@ class RankState(ABC):
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the actor's whole weights by Hugging Face name."""
+        """Shapes of all weights of the actor by Hugging Face name, of which this rank may hold a part."""
         slots = self._layout.actor.slots
-        if not self._slices.is_cut:
+        if self.seat.stages == 1 and not self._slices.is_cut:
             return {slot.name: slot.shape for slot in slots}
-        has_head = any(slot.name.startswith("value_head.") for slot in slots)
-        return parameter_shapes(self.config, with_value_head=has_head)
+        return parameter_shapes(self.config, with_value_head=self.companions.value_head)
 
     def hold_latest(self) -> StateCopy | None:
         """Hold the prepared state, or else the committed one, for a thread that reads it during training; None before
@@ -478,6 +478,8 @@ class RankState(ABC):
         places = stored.places
         saved_reference = any(name.startswith("reference/") for name in places)
         is_frozen = saved_reference and not self._layout.has_reference
+        # The counters of a checkpoint have the digest of the reference as it was cut over stages and slices there.
+        may_differ = stored.has_any_box
         reference = self._new_reference() if is_frozen else None
         if stored.has_any_box:  # Compared as a whole; only the box is read.
             mine = self._whole_by_name(reference)
@@ -507,7 +509,7 @@ class RankState(ABC):
             read,
             digest=digest,
             reference=reference,
-            is_older=reference is not None and not counters.reference,
+            is_older=reference is not None and (not counters.reference or may_differ),
         )
         self._become(counters, digest=found, stage=stage, reference=reference)
 
@@ -587,18 +589,23 @@ class RankState(ABC):
     @property
     def _reference_part(self) -> LayoutPart:
         """Layout of a frozen reference; one that moves lies like the actor."""
-        return LayoutPart.of(self._slices.shapes(parameter_shapes(self._reference_config)), is_filled=False)
+        shapes = self._slices.shapes(local_shapes(self._reference_config, self.seat))
+        return LayoutPart.of(shapes, is_filled=False)
 
 
 def lay_out(
-    shapes: Mapping[str, tuple[int, ...]], companions: Companions, slices: ModelSlices | None = None
+    shapes: Mapping[str, tuple[int, ...]],
+    companions: Companions,
+    *,
+    seat: Seat = WHOLE,
+    slices: ModelSlices | None = None,
 ) -> Layout:
-    """Layout of a state, or of slices of it: the actor with these parameters, which are whole, and what its run needs
-    besides."""
+    """Layout of a state: the actor with these parameters, and what its run needs besides, as far as this rank holds
+    it."""
     slices = slices or ModelSlices()
-    parts = {ACTOR: LayoutPart.of(slices.shapes(shapes))}
+    parts = {ACTOR: LayoutPart.of(shapes)}
     if companions.critic is not None:
-        critic = slices.shapes(parameter_shapes(companions.critic, with_value_head=True))
+        critic = slices.shapes(local_shapes(companions.critic, seat, with_value_head=True))
         parts[CRITIC] = LayoutPart.of(critic, start=parts[ACTOR].stop, prefix="critic.")
     return Layout(parts, has_reference=companions.moving_reference)
 

@@ -18,6 +18,7 @@ from kintsugi.config.schema import ActorSection
 from kintsugi.config.stages import Stage
 from kintsugi.errors import RefusedError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
+from kintsugi.model.partition import local_shapes
 from kintsugi.model.plan import ACTOR_ALONE, Companions
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_group import TensorGroup
@@ -56,8 +57,8 @@ class TrainingState(RankState):
         assert model.dtype == torch.float32, f"master weights are float32, got {model.dtype}"
         self._tensors = tensors
         slices = ModelSlices() if tensors is None else ModelSlices(tensors.slices, tensors.num_slices)
-        shapes = parameter_shapes(model.config, with_value_head=model.value_head is not None)
-        layout = lay_out(shapes, companions, slices)
+        shapes = local_shapes(model.config, seat, with_value_head=model.value_head is not None)
+        layout = lay_out(slices.shapes(shapes), companions, seat=seat, slices=slices)
         super().__init__(
             torch.zeros(Box(layout, seat).size, device=model.device),
             layout=layout,
@@ -112,8 +113,13 @@ class TrainingState(RankState):
             with_value_head=with_value_head,
             dtype=dtype,
             device=self._live.device,
+            seat=self.seat,
             tensors=self._tensors,
         )
+
+    def trained(self, part: str) -> Transformer:
+        """Model of a part of the layout: actor or critic."""
+        return self._trained[part]
 
     @property
     def _is_in_place(self) -> bool:
@@ -229,23 +235,26 @@ class TrainingState(RankState):
         part.within(self.gradient).zero_()
 
     def _complete_update(self, part: str, *, before: Tensor, groups: Groups | None) -> Tensor:
-        if self._box.is_whole:
+        if self.seat.is_whole:
             return self._change(before, self._some_weights(part))
-        assert groups is not None, "the weights of several shards are gathered after an update"
-        self._gather(groups.data, part)
+        assert groups is not None, "the weights of several boxes are gathered after an update"
+        if not self._box.is_whole:
+            self._gather(groups.data, part)
         squares = torch.stack((_norm(self._some_weights(part) - before), _norm(before))).square()
-        changed, held = groups.data.all_gather(squares, timeout_s=GATHER_TIMEOUT_S).sum(dim=0).sqrt()
+        changed, held = groups.world.all_gather(squares, timeout_s=GATHER_TIMEOUT_S).sum(dim=0).sqrt()
         return _relative(changed, held)
 
     def _whole_by_name(self, reference: Tensor | None) -> dict[str, Tensor]:
-        if self._box.is_whole and not self._slices.is_cut:
+        if self.seat.is_whole and not self._slices.is_cut:
             return self._by_name(self._live, reference)
-        layout = lay_out(self.weight_shapes, self.companions)
-        found = layout.by_name(torch.empty(layout.size, device="meta"))
-        if reference is not None:
-            part = LayoutPart.of(parameter_shapes(self._reference_config))
-            found |= reference_by_name(part, reference.new_empty(part.size, device="meta"))
-        return found
+        layout = self._layout
+        if self.seat.stages > 1 or self._slices.is_cut:
+            layout = lay_out(self.weight_shapes, self.companions)
+        whole = layout.by_name(torch.empty(layout.size, device="meta"))
+        if reference is None:
+            return whole
+        part = LayoutPart.of(parameter_shapes(self._reference_config), is_filled=False)
+        return whole | reference_by_name(part, torch.empty(part.size, dtype=reference.dtype, device="meta"))
 
     def _change(self, before: Tensor, after: Tensor) -> Tensor:
         return _relative(_norm(after - before), _norm(before))

@@ -59,16 +59,17 @@ class TorchFramework:
         return identity(self._device)
 
     def open_state(self, config: Config, *, process: str, segments: SnapshotSegments | None) -> TrainingState:
+        seat = seat_of(process, mesh_of(config.actor.layout))
         count = config.actor.logical_slices
         tensors = OneRank(count) if count > 1 else None
         return TrainingState(
-            empty_model(config, device=self._device, tensors=tensors),
+            empty_model(config, device=self._device, seat=seat, tensors=tensors),
             companions=plan_companions(config),
             compute_dtype=getattr(torch, config.actor.dtype),
             recompute=config.actor.recompute,
             process=process,
             segments=segments,
-            seat=seat_of(process, mesh_of(config.actor.layout)),
+            seat=seat,
             tensors=tensors,
         )
 

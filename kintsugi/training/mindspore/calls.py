@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from mindspore import Tensor, mint
@@ -50,6 +51,17 @@ class MindSporeCalls(TrainingCalls):
         max_tokens = settings.block_tokens(deterministic=self._deterministic, is_cpu=True)
         blocks = blocks_of(samples, in_order=self._deterministic, max_tokens=max_tokens, kept=kept)
         return [MicroBatch.of(block, self._state) for block in blocks]
+
+    def _contributions(
+        self,
+        batches: Mapping[int, Sequence[MicroBatch]],
+        *,
+        call: RunCall,
+        objective: Objective,
+        groups: Groups,
+        learns: bool,
+    ) -> Callable[[Sequence[MicroBatch]], Contribution]:
+        return partial(self._contribution, call=call, objective=objective, learns=learns)
 
     def _contribution(
         self, batches: Sequence[MicroBatch], *, call: RunCall, objective: Objective, learns: bool

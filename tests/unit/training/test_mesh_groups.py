@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import pytest
 import torch
@@ -13,41 +10,7 @@ import torch
 from kintsugi.errors import GroupBroken
 from kintsugi.model.seats import Mesh
 from kintsugi.training.group import Groups, check_sum, known_numbers
-from kintsugi.training.process_group import join_groups
-from kintsugi.transport import new_key_pair
-from kintsugi.transport.store import StoreServer
-
-T = TypeVar("T")
-CPU = torch.device("cpu")
-JOIN_S = 30.0
-
-
-def in_mesh(mesh: Mesh, rank_main: Callable[[int, Groups], T], *, replicas: int = 1) -> list[T]:
-    """Run a function on every rank of a mesh, one thread each, and return their results."""
-    ranks = [f"model-{rank}" for rank in range(replicas * mesh.boxes)]
-    keys = new_key_pair()
-    server = StoreServer(keys=keys)
-
-    def run(rank: int) -> T:
-        groups = join_groups(
-            mesh,
-            group_id=1,
-            ranks=ranks,
-            me=ranks[rank],
-            store_address=server.address,
-            keys=keys,
-            device=CPU,
-            timeout_s=JOIN_S,
-        )
-        try:
-            return rank_main(rank, groups)
-        finally:
-            groups.close()
-
-    with ThreadPoolExecutor(len(ranks)) as threads:
-        results = list(threads.map(run, range(len(ranks))))
-    server.close()
-    return results
+from tests.unit.training.world import in_mesh
 
 
 def test_every_group_has_its_members_and_adds_up() -> None:
@@ -60,7 +23,7 @@ def test_every_group_has_its_members_and_adds_up() -> None:
         assert groups.tensors is not None and groups.stages is not None
         return {"data": groups.data.ranks, "tensors": groups.tensors.ranks, "stages": groups.stages.ranks}
 
-    found = in_mesh(mesh, rank_main, replicas=2)
+    found = in_mesh(mesh, rank_main, world_size=8)
     assert found[5] == {
         "data": ("model-1", "model-5"),
         "tensors": ("model-4", "model-5"),
@@ -72,7 +35,7 @@ def test_a_whole_model_per_rank_needs_no_further_group() -> None:
     def rank_main(rank: int, groups: Groups) -> tuple[bool, int]:
         return groups.data is groups.world, len(list(groups))
 
-    assert in_mesh(Mesh(shards=2), rank_main) == [(True, 1)] * 2
+    assert in_mesh(Mesh(shards=2), rank_main, world_size=2) == [(True, 1)] * 2
 
 
 def test_neighbouring_stages_send_both_ways_at_once_and_in_order() -> None:
@@ -100,7 +63,11 @@ def test_neighbouring_stages_send_both_ways_at_once_and_in_order() -> None:
                 channel.await_sent(timeout_s=20.0)
         return received
 
-    assert in_mesh(Mesh(stages=3), rank_main) == [[-10.0, -11.0], [0.0, 1.0, -20.0, -21.0], [10.0, 11.0]]
+    assert in_mesh(Mesh(stages=3), rank_main, world_size=3) == [
+        [-10.0, -11.0],
+        [0.0, 1.0, -20.0, -21.0],
+        [10.0, 11.0],
+    ]
 
 
 def test_a_stage_that_waits_for_its_neighbour_is_freed_by_the_end_of_the_groups() -> None:
@@ -118,5 +85,5 @@ def test_a_stage_that_waits_for_its_neighbour_is_freed_by_the_end_of_the_groups(
             groups.previous.forward.receive(torch.empty(3), timeout_s=20.0)
         return str(broken.value)
 
-    _, why = in_mesh(Mesh(stages=2), rank_main)
+    _, why = in_mesh(Mesh(stages=2), rank_main, world_size=2)
     assert "generation 1 (forward-0)" in why

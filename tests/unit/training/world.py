@@ -27,8 +27,9 @@ from kintsugi.config.stages import Stage
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.model.architecture import ModelConfig, value_config
 from kintsugi.model.attention import PackedLayout
+from kintsugi.model.partition import part_of
 from kintsugi.model.plan import Companions
-from kintsugi.model.seats import Mesh, seat_of
+from kintsugi.model.seats import Mesh
 from kintsugi.model.tensor_file import TensorFile
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.protocol.training import RunCall
@@ -37,7 +38,7 @@ from kintsugi.training.calls import CallResult
 from kintsugi.training.group import Groups
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.packing import sample_of
-from kintsugi.training.process_group import ProcessGroup, join_group
+from kintsugi.training.process_group import ProcessGroup, join_group, join_groups
 from kintsugi.training.rank_state import Update
 from kintsugi.training.state import TrainingState
 from kintsugi.transport import new_key_pair
@@ -117,10 +118,12 @@ def new_stage(
     )
 
 
-def companions_of(stage: Stage) -> Companions:
+def companions_of(stage: Stage, *, config: ModelConfig = TINY) -> Companions:
     """As they are planned for a run of this stage alone."""
     return Companions(
-        critic=value_config(TINY) if stage.has_critic else None, moving_reference=stage.moves_reference
+        value_head=stage.algorithm.name == "reward_model",
+        critic=value_config(config) if stage.has_critic else None,
+        moving_reference=stage.moves_reference,
     )
 
 
@@ -246,12 +249,13 @@ def sampled_by(model: Transformer, batch: Batch, *, temperature: float) -> Batch
     return Batch(trajectories, batch.items)
 
 
-def run_call(batch: Batch, call: RunCall, *, calls: ModelCalls, group: ProcessGroup) -> CallResult:
+def run_call(batch: Batch, call: RunCall, *, calls: ModelCalls, group: ProcessGroup | Groups) -> CallResult:
     shards = {
         shard.index: [sample_of(item, batch.trajectories[item.key]) for item in shard.items]
         for shard in call.shards
     }
-    return calls.run(call, shards, groups=Groups.of(group))
+    groups = group if isinstance(group, Groups) else Groups.of(group)
+    return calls.run(call, shards, groups=groups)
 
 
 @dataclass
@@ -288,19 +292,28 @@ def train(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     boxes: int = 1,
+    mesh: Mesh | None = None,
+    config: ModelConfig = TINY,
 ) -> list[Outcome]:
     """The outcome of every rank of a world; its steps have the same batch, or each its own. `boxes`: the number of
-    parts into which the state is cut."""
+    parts into which the state is cut, or in the `mesh` more precisely."""
+    mesh = mesh or Mesh(boxes)
     batch_of = (lambda step: batch) if isinstance(batch, Batch) else batch
 
-    def rank_main(rank: int, group: ProcessGroup) -> Outcome:
-        model = Transformer(TINY, with_value_head=stage.algorithm.name == "reward_model", device=device)
+    def rank_main(rank: int, group: Groups) -> Outcome:
+        seat = mesh.seat(rank)
+        model = Transformer(
+            config,
+            with_value_head=stage.algorithm.name == "reward_model",
+            device=device,
+            part=part_of(config, seat),
+        )
         initialize(model, seed=3)
         state = RecordingState(
             model,
-            companions=companions_of(stage),
+            companions=companions_of(stage, config=config),
             compute_dtype=dtype,
-            seat=seat_of(f"model-{rank}", Mesh(boxes)),
+            seat=seat,
         )
         state.start_stage(stage, step=0)
         calls = ModelCalls(state, deterministic=deterministic)
@@ -313,8 +326,8 @@ def train(
                 call = present.call(
                     stage,
                     step=step,
-                    rank=rank,
-                    world_size=world_size,
+                    rank=mesh.data_index(rank),
+                    world_size=world_size // mesh.model_ranks,
                     num_shards=num_shards,
                     interface=interface,
                 )
@@ -328,7 +341,37 @@ def train(
         weights = {name: tensor.clone() for name, tensor in state.weights().items()}
         return Outcome(digests, state.given, weights, metrics, outputs)
 
-    return in_world(world_size, rank_main, device=device)
+    return in_mesh(mesh, rank_main, world_size=world_size, device=device)
+
+
+def in_mesh(
+    mesh: Mesh, rank_main: Callable[[int, Groups], T], *, world_size: int, device: torch.device = CPU
+) -> list[T]:
+    """Run a function on every rank of a mesh, one thread each, and give what they return."""
+    ranks = [f"model-{rank}" for rank in range(world_size)]
+    keys = new_key_pair()
+    server = StoreServer(keys=keys)
+
+    def run(rank: int) -> T:
+        groups = join_groups(
+            mesh,
+            group_id=1,
+            ranks=ranks,
+            me=ranks[rank],
+            store_address=server.address,
+            keys=keys,
+            device=device,
+            timeout_s=30.0,
+        )
+        try:
+            return rank_main(rank, groups)
+        finally:
+            groups.close()
+
+    with ThreadPoolExecutor(world_size) as threads:
+        results = list(threads.map(run, range(world_size)))
+    server.close()
+    return results
 
 
 def in_world(
