@@ -14,12 +14,14 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.cluster.device_memory import read_devices
-from kintsugi.config.schema import Config, LayoutSection
+from kintsugi.config.schema import Config
 from kintsugi.config.stages import num_processes, stages
 from kintsugi.control.placement import plan_layout
 from kintsugi.errors import DeadlineExceeded, UserError
 from kintsugi.model.memory import DeviceReading, ProcessMemory, RunMemory
+from kintsugi.model.partition import part_of
 from kintsugi.model.plan import plan_companions, plan_model
+from kintsugi.model.seats import Seat, mesh_of
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.descriptors import descriptor_limit, num_descriptors
 from kintsugi.runtime.disk import write_atomically
@@ -47,7 +49,7 @@ def memory_lines(config: Config) -> Iterator[str]:
     devices = read_devices()
     memory = run_memory(config, num_devices=len(devices))
     plan = plan_layout(config)
-    if config.actor.layout.shards > 1:
+    if config.actor.layout.boxes > 1:
         yield from _layout_lines(memory)
     yield f"  {'':8} {'number':>6} {'host each':>12} {'device each':>12}"
     for role in dict.fromkeys(process.role for process in plan):
@@ -73,16 +75,28 @@ def memory_lines(config: Config) -> Iterator[str]:
 
 def _layout_lines(memory: RunMemory) -> Iterator[str]:
     """Describe which rank holds which part of the optimizer's state."""
-    actor = memory.config.actor
-    shards = actor.layout.shards
-    replicas = actor.workers // shards
+    actor, mesh = memory.config.actor, mesh_of(memory.config.actor.layout)
+    axes = [f"{actor.workers // mesh.boxes} replicas", f"{mesh.shards} shards"]
+    axes += [f"{mesh.stages} stages"] if mesh.stages > 1 else []
+    most = max(memory.box_bytes(mesh.seat(box)) for box in range(mesh.boxes))
     yield (
-        f"  layout   {actor.workers} ranks = {replicas} replicas × {shards} shards: each rank holds "
-        f"1/{shards} of weights and moments ({gigabytes(memory.box_bytes)} of {gigabytes(memory.state_bytes)})"
+        f"  layout   {actor.workers} ranks = {' × '.join(axes)}: each rank holds "
+        f"{f'1/{mesh.boxes}' if mesh.stages == 1 else 'at most a part'} of weights and moments "
+        f"({gigabytes(most)} of {gigabytes(memory.state_bytes)})"
     )
-    for shard in range(shards):
-        holders = [process_id(Role.MODEL, index) for index in range(shard, actor.workers, shards)]
-        yield f"           part {shard + 1}: {', '.join(holders)}"
+    for box in range(mesh.boxes):
+        holders = [process_id(Role.MODEL, index) for index in range(box, actor.workers, mesh.boxes)]
+        yield f"           part {box + 1}: {', '.join(holders)}{_layers(memory, mesh.seat(box))}"
+
+
+def _layers(memory: RunMemory, seat: Seat) -> str:
+    """Layers that a rank computes, and the memory that it needs; empty if it computes all of them."""
+    if seat.stages == 1:
+        return ""
+    layers = part_of(memory.model, seat).layers
+    ends = " with the embedding" if seat.is_first else " with the head" if seat.is_last else ""
+    needed = memory.of_process(process_id(Role.MODEL, seat.number))
+    return f": layers {layers[0]} to {layers[-1]}{ends}, {gigabytes(needed.host_bytes + needed.device_bytes)}"
 
 
 def limit_lines(config: Config) -> Iterator[str]:
@@ -247,9 +261,10 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
     can_cut = not config.cluster.on and config.cluster.share_device != "offload"
     if can_cut and not any(stage.moves_reference or stage.has_critic for stage in stages(config)):
         for shards in range(actor.layout.shards + 1, actor.workers + 1):
-            if actor.workers % shards == 0:
-                layout = LayoutSection(shards=shards)
+            if actor.workers % (shards * actor.layout.model_ranks) == 0:
+                layout = msgspec.structs.replace(actor.layout, shards=shards, replicas=None)
                 yield f"`actor.layout.shards={shards}`", changed(layout=layout)
+        yield from _more_stages(config)
     sizes = [
         LEAST_MICRO_BATCH << power
         for power in range(16)
@@ -277,6 +292,16 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
     if config.cluster.share_device != "offload" and config.generation.backend == "embedded":
         cluster = msgspec.structs.replace(config.cluster, share_device="offload")
         yield "`cluster.share_device=offload`", msgspec.structs.replace(config, cluster=cluster)
+
+
+def _more_stages(config: Config) -> Iterator[tuple[str, Config]]:
+    """Layouts with more pipeline stages on the same workers."""
+    actor, model = config.actor, plan_model(config)[0]
+    for number in range(actor.layout.stages + 1, min(actor.workers, model.num_layers) + 1):
+        layout = msgspec.structs.replace(actor.layout, stages=number, replicas=None)
+        if actor.workers % layout.boxes == 0 and not model.tie_embeddings:
+            changed = msgspec.structs.replace(actor, layout=layout)
+            yield f"`actor.layout.stages={number}`", msgspec.structs.replace(config, actor=changed)
 
 
 def _elsewhere(config: Config) -> Iterator[str]:

@@ -24,7 +24,8 @@ from kintsugi.control.placement import most_servers, num_spread_processes
 from kintsugi.data.dataset import open_data
 from kintsugi.errors import ConfigError, ModelError
 from kintsugi.graph.algorithms import build_graph
-from kintsugi.model.plan import plan_companions, plan_model
+from kintsugi.model.partition import check_stages
+from kintsugi.model.plan import plan_architecture, plan_companions, plan_model
 from kintsugi.rollout.environments.registry import try_environment
 from kintsugi.rollout.rewards.builtin import program_output
 from kintsugi.rollout.rewards.spec import load_rewards
@@ -272,23 +273,34 @@ def _check_layout(run: _Candidate) -> None:
             "actor.layout.replicas",
             f"{actor.workers // layout.boxes} (`actor.workers`={actor.workers} / {of}), or null",
         )
-    for field in ("actor.layout.stages", "actor.layout.tensors"):
-        if field in cut:
-            raise run.error(field, "1: more is not possible yet")
-    if layout.boxes == 1:
-        return
+    if layout.tensors > 1:
+        raise run.error("actor.layout.tensors", "1: more is not possible yet")
+    if cut:
+        _check_cut(run, next(iter(cut)))
+
+
+def _check_cut(run: _Candidate, field: str) -> None:
+    """Check what a state is not cut for. `field` is the first by which it is cut."""
+    actor, layout = run.config.actor, run.config.actor.layout
     if any(stage.moves_reference for stage in run.stages):
-        raise run.error("actor.layout.shards", "1, because a reference that moves is not cut")
+        raise run.error(field, "1, because a reference that moves is not cut")
     if run.config.cluster.share_device == "offload":
-        raise run.error("actor.layout.shards", "1, because `cluster.share_device=offload` moves whole states")
+        raise run.error(field, "1, because `cluster.share_device=offload` moves whole states")
     if run.config.cluster.on:
-        raise run.error(
-            "actor.layout.shards", "1, because the hosts of `cluster.on` do not have the run folder"
-        )
+        raise run.error(field, "1, because the hosts of `cluster.on` do not have the run folder")
     begins_as_actor = any(stage.has_critic and stage.critic.path is None for stage in run.stages)
-    if begins_as_actor and actor.dtype != "float32":
+    if layout.shards > 1 and begins_as_actor and actor.dtype != "float32":
         what = f"a critic that begins as the actor needs `actor.dtype=float32`, got {actor.dtype}"
         raise run.error("actor.layout.shards", f"1, or a `critic.path`: {what}")
+    if layout.stages == 1:
+        return
+    if actor.framework != "torch":
+        raise run.error("actor.layout.stages", "1, because the MindSpore adapter computes whole models")
+    if run.config.weights.transport not in ("auto", "stream"):
+        raise run.error(
+            "weights.transport",
+            f"auto or stream, because each of `actor.layout.stages`={layout.stages} has a part of the weights",
+        )
 
 
 def _check_backend(run: _Candidate) -> None:
@@ -411,7 +423,13 @@ def _check_model(run: _Candidate) -> None:
     except ModelError as error:
         field = "model.path" if model.path is not None else "model.new"
         raise ModelError(f"`{field}`: {error}") from error
-    plan_companions(run.config)
+    companions, stages = plan_companions(run.config), run.config.actor.layout.stages
+    for each in (plan_architecture(run.config), companions.reference):
+        if each is not None:
+            check_stages(each, stages)
+    for each in (companions.critic, companions.reward_model):
+        if each is not None:
+            check_stages(each, stages, has_logits=False)
 
 
 def _check_data(run: _Candidate) -> None:

@@ -55,12 +55,14 @@ def schedule(*, stage: int, stages: int, num_batches: int, learns: bool = True) 
 class Neighbours:
     """Exchange of this stage with the one before and the one after it."""
 
-    def __init__(self, model: Transformer, groups: Groups) -> None:
-        self._model, self._groups = model, groups
+    def __init__(self, model: Transformer, groups: Groups | None) -> None:
+        self._model = model
+        self._previous = None if groups is None else groups.previous
+        self._following = None if groups is None else groups.following
 
     def receive_hidden(self, batch: MicroBatch) -> Tensor | None:
         """Activations with which this stage begins; None in the first one."""
-        edge = self._groups.previous
+        edge = self._previous
         if edge is None:
             return None
         hidden = self._like_hidden(batch)
@@ -68,24 +70,24 @@ class Neighbours:
         return hidden
 
     def send_hidden(self, hidden: Tensor) -> None:
-        assert self._groups.following is not None, "the last stage passes nothing on"
-        self._groups.following.forward.send(hidden.detach())
+        assert self._following is not None, "the last stage passes nothing on"
+        self._following.forward.send(hidden.detach())
 
     def receive_gradient(self, batch: MicroBatch) -> Tensor:
         """Gradient of the activations that this stage has passed on."""
-        assert self._groups.following is not None, "the last stage begins the backward pass"
+        assert self._following is not None, "the last stage begins the backward pass"
         gradient = self._like_hidden(batch)
-        self._groups.following.backward.receive(gradient, timeout_s=NEIGHBOUR_TIMEOUT_S)
+        self._following.backward.receive(gradient, timeout_s=NEIGHBOUR_TIMEOUT_S)
         return gradient
 
     def send_gradient(self, hidden: Tensor | None) -> None:
         """Pass the gradient of the activations back to the stage before, if there is one."""
         if hidden is not None:
-            assert self._groups.previous is not None and hidden.grad is not None
-            self._groups.previous.backward.send(hidden.grad)
+            assert self._previous is not None and hidden.grad is not None
+            self._previous.backward.send(hidden.grad)
 
     def await_sent(self) -> None:
-        for edge in (self._groups.previous, self._groups.following):
+        for edge in (self._previous, self._following):
             for channel in edge or ():
                 channel.await_sent(timeout_s=NEIGHBOUR_TIMEOUT_S)
 
@@ -154,7 +156,7 @@ def forward_pass(
     model: Transformer,
     batches: Sequence[MicroBatch],
     *,
-    groups: Groups,
+    groups: Groups | None,
     look: Callable[[MicroBatch], object],
     check: Callable[[], None],
 ) -> Iterator[MicroBatch]:

@@ -28,7 +28,7 @@ from kintsugi.config.stages import Stage
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.arrays import Array, copied, dtype_name
-from kintsugi.model.partition import local_shapes
+from kintsugi.model.partition import local_shapes, part_of
 from kintsugi.model.plan import Companions
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import DTYPES
@@ -43,6 +43,7 @@ from kintsugi.training.snapshots import (
     HeldState,
     StateSnapshots,
     StoredState,
+    alike,
     reference_digest,
 )
 
@@ -428,7 +429,7 @@ class RankState(ABC):
         """Keep the snapshot of a committed state for a thread that saves it; it may be the one before the last."""
         if counters.step == self.prepared_step:
             self.commit(counters.step)  # Only committed steps are saved.
-        if counters == self._committed:
+        if alike(counters, self._committed):
             return self.hold_committed()
         view, hold = self._copies.hold(counters)
         tensors = self._by_name(view, self._kept_reference(counters))
@@ -441,6 +442,11 @@ class RankState(ABC):
         if self.seat.stages == 1 and not self._slices.is_cut:
             return {slot.name: slot.shape for slot in slots}
         return parameter_shapes(self.config, with_value_head=self.companions.value_head)
+
+    def part_of_weights(self, name: str) -> int:
+        """Stage that holds a weight of the actor."""
+        seats = (msgspec.structs.replace(self.seat, stage=stage) for stage in range(self.seat.stages))
+        return next(seat.stage for seat in seats if part_of(self.config, seat).has(name))
 
     def hold_latest(self) -> StateCopy | None:
         """Hold the prepared state, or else the committed one, for a thread that reads it during training; None before

@@ -21,7 +21,7 @@ from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
 from kintsugi.telemetry.events import Event
 from kintsugi.training.framework import Pair
-from kintsugi.training.group import Interruption
+from kintsugi.training.group import Groups, Interruption
 from kintsugi.training.initial_weights import empty_model, fill_initial
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.pairwise_eval import score_pairs
@@ -108,9 +108,16 @@ class TorchFramework:
         )
 
     def score_pairs(
-        self, state: RankState, block: Callable[[int], Sequence[Pair]], *, first: int, count: int
+        self,
+        state: RankState,
+        block: Callable[[int], Sequence[Pair]],
+        *,
+        first: int,
+        count: int,
+        groups: Groups | None,
+        check: Callable[[], None],
     ) -> list[bool]:
-        return score_pairs(_own(state).model, block, first=first, count=count)
+        return score_pairs(_own(state).model, block, first=first, count=count, groups=groups, check=check)
 
     def device_publisher(self, *, host: str) -> DevicePublisher | None:
         return DeviceSlots(self._device, host=host) if self._device.type == "cuda" else None

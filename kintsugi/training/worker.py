@@ -93,11 +93,12 @@ from kintsugi.training.rollout_writer import RolloutStore
 from kintsugi.training.sample_fetch import StepSamples, await_answer
 from kintsugi.training.saving import CheckpointSaver
 from kintsugi.training.snapshots import CopyCounters, HeldState, StoredState, counters_of
+from kintsugi.training.stage_weights import stage_weights_sha256
 from kintsugi.training.state_transfer import StateFetcher, StateSource
 from kintsugi.transport import Delivery, Reply, subject
 from kintsugi.transport.store import StoreServer
 from kintsugi.types import Peer, Role, process_id, role_of, ticket_of
-from kintsugi.weights.manifest import weights_sha256
+from kintsugi.weights.manifest import layout_of, weights_sha256
 from kintsugi.weights.publish import Publisher
 from kintsugi.weights.transports.relay import RelayTransport
 from kintsugi.weights.transports.shared_memory import WeightSegments
@@ -316,7 +317,7 @@ class ModelWorker:
             case EvaluatePairs():
                 return self._evaluate(body)
             case HashWeights():
-                return WeightsHashed(weights_sha256(self._state.weights()))
+                return WeightsHashed(self._weights_sha256())
             case RebuildGroup():
                 return self._rebuild(body)
             case _ if isinstance(body, Operation):
@@ -430,15 +431,35 @@ class ModelWorker:
         weights = {
             name: tensor for name, tensor in self._state.weights().items() if name not in VALUE_HEAD
         }  # Servers generate text; a value head is only saved in checkpoints.
-        manifest, sources = self._publisher.publish(weights, request)
+        places = None
+        if self._state.seat.stages > 1:
+            shapes = {n: shape for n, shape in self._state.weight_shapes.items() if n not in VALUE_HEAD}
+            places = list(layout_of(shapes, itemsize=self._state.dtype.itemsize))
+        manifest, sources = self._publisher.publish(weights, request, places=places)
         return Published(manifest, sources)
+
+    def _weights_sha256(self) -> str:
+        """Identity of the weights; of those that are cut over stages only the first one knows it. A collective then."""
+        state = self._state
+        if state.seat.stages == 1:
+            return weights_sha256(state.weights())
+        stages = self._adapter.groups(self._adapter.group_id).stages
+        assert stages is not None, "a rank of several stages is in a group with them"
+        return stage_weights_sha256(
+            state.weights(), shapes=state.weight_shapes, stage_of=state.part_of_weights, stages=stages
+        )
 
     def _evaluate(self, request: EvaluatePairs) -> PairsEvaluated:
         standing = self._adapter.standing()
         if request.step != standing.step or standing.half_updated or standing.prepared_step >= 0:
             raise RefusedError(f"expected to evaluate the committed step {standing.step}, got {request.step}")
         correct = self._framework.score_pairs(
-            self._state, self._pairs.block, first=request.first, count=request.count
+            self._state,
+            self._pairs.block,
+            first=request.first,
+            count=request.count,
+            groups=self._adapter.groups(self._adapter.group_id) if self._state.seat.stages > 1 else None,
+            check=self._check,
         )
         return PairsEvaluated(request.step, request.first, tuple(correct))
 

@@ -7,6 +7,7 @@ got. Torch is imported only where tensors are converted to bytes or back.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -201,8 +202,16 @@ def aligned(size: int) -> int:
 
 def layout(named: Mapping[str, Array]) -> Iterator[tuple[str, int, int]]:
     """(name, offset, size) in the order of names."""
+    return _in_order({name: array.nbytes for name, array in named.items()})
+
+
+def layout_of(shapes: Mapping[str, tuple[int, ...]], *, itemsize: int) -> Iterator[tuple[str, int, int]]:
+    """Layout of weights that may be elsewhere, all of one type."""
+    return _in_order({name: itemsize * math.prod(shape) for name, shape in shapes.items()})
+
+
+def _in_order(sizes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
     offset = 0
-    for name in sorted(named):
-        size = named[name].nbytes
-        yield name, offset, size
-        offset += aligned(size)
+    for name in sorted(sizes):
+        yield name, offset, sizes[name]
+        offset += aligned(sizes[name])

@@ -89,30 +89,34 @@ def plan(
     agents: Mapping[str, str],
     version: int,
     step: int,
+    stages: Sequence[ProcessLocation] = (),
 ) -> PublicationPlan:
     """Decide what each rank publishes. `agents` are the hosts' agents, by host.
 
     When all servers stream, every rank publishes a share, and all upload in parallel. Otherwise the first rank of every
-    host publishes the whole version to near servers, and the first rank of all uploads it for the others.
+    host publishes the whole version to near servers, and the first rank of all uploads it for the others. `stages`:
+    ranks that hold one model together, each a part of it; then these upload their parts.
     """
+    if stages:
+        cut = TransportChoice("stream", f"each of {len(stages)} pipeline stages has a part of the weights")
+        meta_server = agents.get(stages[0].host) or next(iter(agents.values()), "")
+        return _shares(
+            stages,
+            choices={server.process: cut for server in servers},
+            chain=_chain(servers, agents=agents, meta_server=meta_server),
+            meta_server=meta_server,
+            version=version,
+            step=step,
+        )
     choices = {server.process: choose(wanted, ranks=ranks, server=server) for server in servers}
     used_transports = {choice.transport for choice in choices.values()}
     meta_server = agents.get(ranks[0].host, "") if "stream" in used_transports else ""
-    hosts = {server.host for server in servers if choices[server.process].transport == "stream"}
-    chain = tuple(sorted({agents[host] for host in hosts if host in agents} - {meta_server}))
+    streaming = [server for server in servers if choices[server.process].transport == "stream"]
+    chain = _chain(streaming, agents=agents, meta_server=meta_server)
     if used_transports == {"stream"} and meta_server:
-        orders = {
-            rank.process: Publish(
-                version,
-                step,
-                transports=("stream",),
-                share=(index, len(ranks)),
-                meta_server=meta_server,
-                chain=chain,
-            )
-            for index, rank in enumerate(ranks)
-        }
-        return PublicationPlan(orders, choices)
+        return _shares(
+            ranks, choices=choices, chain=chain, meta_server=meta_server, version=version, step=step
+        )
     broadcast_to = tuple(name for name, choice in choices.items() if choice.transport == "collective")
     publishers = {rank.host: rank for rank in reversed(ranks)}
     orders = {}
@@ -134,6 +138,38 @@ def plan(
                 chain=chain if is_first else (),
                 servers=broadcast_to if is_first else (),
             )
+    return PublicationPlan(orders, choices)
+
+
+def _chain(
+    servers: Sequence[ProcessLocation], *, agents: Mapping[str, str], meta_server: str
+) -> tuple[str, ...]:
+    """Agents of the other hosts with servers that stream."""
+    hosts = {server.host for server in servers}
+    return tuple(sorted({agents[host] for host in hosts if host in agents} - {meta_server}))
+
+
+def _shares(
+    ranks: Sequence[ProcessLocation],
+    *,
+    choices: dict[str, TransportChoice],
+    chain: tuple[str, ...],
+    meta_server: str,
+    version: int,
+    step: int,
+) -> PublicationPlan:
+    """Every rank publishes a share, and all upload in parallel."""
+    orders = {
+        rank.process: Publish(
+            version,
+            step,
+            transports=("stream",),
+            share=(index, len(ranks)),
+            meta_server=meta_server,
+            chain=chain,
+        )
+        for index, rank in enumerate(ranks)
+    }
     return PublicationPlan(orders, choices)
 
 

@@ -14,7 +14,7 @@ from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
 from kintsugi.telemetry.events import Event
 from kintsugi.training.framework import Pair
-from kintsugi.training.group import Interruption
+from kintsugi.training.group import Groups, Interruption
 from kintsugi.training.host_weights import fill_initial
 from kintsugi.training.mindspore.adapter import MindSporeAdapter
 from kintsugi.training.mindspore.calls import MindSporeCalls
@@ -85,7 +85,14 @@ class MindSporeFramework:
         )
 
     def score_pairs(
-        self, state: RankState, block: Callable[[int], Sequence[Pair]], *, first: int, count: int
+        self,
+        state: RankState,
+        block: Callable[[int], Sequence[Pair]],
+        *,
+        first: int,
+        count: int,
+        groups: Groups | None,
+        check: Callable[[], None],
     ) -> list[bool]:
         raise RefusedError("MindSpore ranks train no reward model")
 

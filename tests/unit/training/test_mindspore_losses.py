@@ -84,9 +84,9 @@ def test_losses_gradients_and_logprobs_of_both_frameworks_agree(
     expected = objective.loss(batch, call)
     with torch.no_grad():
         logprobs, _ = token_logprobs(state.model, batch, temperature=1.0)
-    contribution = ModelCalls(state, deterministic=True)._contribution(
-        [batch], call=call, objective=objective, learns=True
-    )
+    contribution = ModelCalls(state, deterministic=True)._contributions(
+        {0: [batch]}, call=call, objective=objective, groups=Groups.of(alone()), learns=True
+    )([batch])
     views = state._layout.actor.views(contribution.gradient.clone())
     assert abs(float(found["loss"]) - float(expected.loss.detach())) < 1e-5
     assert np.abs(found["logprobs"] - logprobs.numpy()).max() < 1e-5

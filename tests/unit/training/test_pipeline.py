@@ -117,7 +117,7 @@ def weights_of(outcomes: Sequence[Outcome]) -> dict[str, Tensor]:
     return found
 
 
-def outcomes(name: str, shape: str, mesh: Mesh, *, replicas: int = 1, **options: bool) -> list[Outcome]:
+def outcomes(name: str, shape: str, mesh: Mesh, *, replicas: int = 1) -> list[Outcome]:
     batch = new_pairs(8) if name in ("dpo", "reward_model") else rewarded(new_batch(LENGTHS))
     return train(
         batch,
@@ -126,7 +126,6 @@ def outcomes(name: str, shape: str, mesh: Mesh, *, replicas: int = 1, **options:
         num_shards=4,
         mesh=mesh,
         config=SHAPES[shape],
-        **options,
     )
 
 
