@@ -349,6 +349,11 @@ class _Source:
         return self.begin < at + len(target) and at < self.begin + self.place.size
 
 
+def tensor_of(name: str) -> str:
+    """`tensor_of("weights/lm_head.weight#1/4@4096") == "weights/lm_head.weight#1/4"`"""
+    return _part(name)[0]
+
+
 def _part(name: str) -> tuple[str, int]:
     """`_part("weights/lm_head.weight@4096") == ("weights/lm_head.weight", 4096)`"""
     base, _, first = name.partition(PART_MARK)

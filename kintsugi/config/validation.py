@@ -273,8 +273,11 @@ def _check_layout(run: _Candidate) -> None:
             "actor.layout.replicas",
             f"{actor.workers // layout.boxes} (`actor.workers`={actor.workers} / {of}), or null",
         )
-    if layout.tensors > 1:
-        raise run.error("actor.layout.tensors", "1: more is not possible yet")
+    if actor.logical_slices % layout.tensors:
+        raise run.error(
+            "actor.layout.tensors",
+            f"a divisor of `actor.logical_slices`={actor.logical_slices}, which the workers of a layer share",
+        )
     if cut:
         _check_cut(run, next(iter(cut)))
 

@@ -87,6 +87,10 @@ class Framework(Protocol):
         from the ranks before the last stage of `groups`. `check` raises if the evaluation has to be given up."""
         ...
 
+    def joined_weights(self, state: RankState, groups: Groups) -> Mapping[str, Array]:
+        """Whole weights of this rank's layers, of which it may hold slices. A collective of the tensor ranks."""
+        ...
+
     def device_publisher(self, *, host: str) -> DevicePublisher | None:
         """Memory of the accelerator that servers can map; None without one."""
         ...

@@ -32,7 +32,7 @@ from kintsugi.model.partition import local_shapes, part_of
 from kintsugi.model.plan import Companions
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import DTYPES
-from kintsugi.model.tensor_slices import ModelSlices
+from kintsugi.model.tensor_slices import ModelSlices, SliceName
 from kintsugi.training.boxes import Box
 from kintsugi.training.group import Group, Groups
 from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart, reference_by_name
@@ -338,7 +338,7 @@ class RankState(ABC):
         actor, done, num_updates = self._schedule(part)
         rate = learning_rate(actor, update=done, num_updates=num_updates)
         own = self._box.own_gradient(part, gradient)
-        grad_norm = self._box.norm(own, groups)
+        grad_norm = self._box.norm(part, own, groups)
         if not is_finite(grad_norm):
             self._count("critic_skipped" if part == CRITIC else "skipped")
             return Update(grad_norm, rate, applied=False)
@@ -442,6 +442,23 @@ class RankState(ABC):
         if self.seat.stages == 1 and not self._slices.is_cut:
             return {slot.name: slot.shape for slot in slots}
         return parameter_shapes(self.config, with_value_head=self.companions.value_head)
+
+    @property
+    def slices(self) -> ModelSlices:
+        """Logical slices of the models that this rank has."""
+        return self._slices
+
+    @property
+    def published_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of what the ranks of one model publish together: of slices where several ranks share a layer."""
+        count = self._slices.count
+        if self.seat.tensors == 1:
+            return self.weight_shapes
+        return ModelSlices(range(count), count).shapes(self.weight_shapes)
+
+    def publishes(self, name: str) -> bool:
+        """Whether this rank publishes one of its weights: what all tensor ranks have is published by the first."""
+        return self.seat.tensor == 0 or SliceName.parse(name).count > 1
 
     def part_of_weights(self, name: str) -> int:
         """Stage that holds a weight of the actor."""

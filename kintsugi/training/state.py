@@ -31,6 +31,7 @@ from kintsugi.training.group import Group, Groups
 from kintsugi.training.initial_weights import Weights, critic_weights, new_model, reference_weights
 from kintsugi.training.layout import ACTOR, CRITIC, LayoutPart, LayoutSlot, reference_by_name
 from kintsugi.training.rank_state import RankState, lay_out
+from kintsugi.training.tensor_row import TensorRow
 
 
 class TrainingState(RankState):
@@ -131,6 +132,11 @@ class TrainingState(RankState):
         """Ranks that compute the models' logical slices together; None for models that are not cut."""
         return self._tensors
 
+    def enter(self, groups: Groups) -> None:
+        """Compute with the ranks of these groups from now on."""
+        if isinstance(self._tensors, TensorRow):
+            self._tensors.enter(groups.tensors)
+
     @property
     def critic(self) -> Transformer:
         """Value model; only PPO stages have one."""
@@ -169,7 +175,9 @@ class TrainingState(RankState):
             found = actor.views(self._compute_weights)
         else:
             found = actor.views(actor.within(self._layout.weights(committed)).to(self.model.dtype))
-        return join_all(found, shapes=self.weight_shapes) if self._slices.is_cut else found
+        if self._slices.is_cut and self.seat.tensors == 1:
+            return join_all(found, shapes=self.weight_shapes)
+        return found
 
     def resident(self) -> list[Tensor]:
         """All tensors that stay on the device between calls; several may share a storage."""

@@ -16,7 +16,6 @@ from kintsugi.model.device import choose_device, identity, use_deterministic_ker
 from kintsugi.model.device_usage import device_gauges
 from kintsugi.model.plan import plan_companions
 from kintsugi.model.seats import mesh_of, seat_of
-from kintsugi.model.tensor_group import OneRank
 from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
 from kintsugi.telemetry.events import Event
@@ -29,6 +28,7 @@ from kintsugi.training.rank_adapter import LoadState
 from kintsugi.training.rank_state import RankState
 from kintsugi.training.recovery_adapter import TorchAdapter
 from kintsugi.training.state import TrainingState
+from kintsugi.training.tensor_row import joined_weights, tensor_group
 from kintsugi.weights.publish import DevicePublisher, PublishTransport
 from kintsugi.weights.transports.collective import CollectiveTransport
 from kintsugi.weights.transports.device import DeviceSlots
@@ -60,8 +60,7 @@ class TorchFramework:
 
     def open_state(self, config: Config, *, process: str, segments: SnapshotSegments | None) -> TrainingState:
         seat = seat_of(process, mesh_of(config.actor.layout))
-        count = config.actor.logical_slices
-        tensors = OneRank(count) if count > 1 else None
+        tensors = tensor_group(seat, num_slices=config.actor.logical_slices)
         return TrainingState(
             empty_model(config, device=self._device, seat=seat, tensors=tensors),
             companions=plan_companions(config),
@@ -118,6 +117,12 @@ class TorchFramework:
         check: Callable[[], None],
     ) -> list[bool]:
         return score_pairs(_own(state).model, block, first=first, count=count, groups=groups, check=check)
+
+    def joined_weights(self, state: RankState, groups: Groups) -> Mapping[str, Array]:
+        weights = _own(state).weights()
+        if groups.tensors is None:
+            return weights
+        return joined_weights(weights, shapes=state.weight_shapes, slices=state.slices, group=groups.tensors)
 
     def device_publisher(self, *, host: str) -> DevicePublisher | None:
         return DeviceSlots(self._device, host=host) if self._device.type == "cuda" else None

@@ -96,6 +96,10 @@ class MindSporeFramework:
     ) -> list[bool]:
         raise RefusedError("MindSpore ranks train no reward model")
 
+    def joined_weights(self, state: RankState, groups: Groups) -> Mapping[str, Array]:
+        weights: Mapping[str, Array] = state.weights()
+        return weights
+
     def device_publisher(self, *, host: str) -> DevicePublisher | None:
         return None
 
