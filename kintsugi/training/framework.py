@@ -14,6 +14,7 @@ from kintsugi.checkpoint.snapshot import SnapshotSegments
 from kintsugi.config.schema import Config, ShareDevice
 from kintsugi.config.stages import Stage
 from kintsugi.device_lease.client import DeviceMemory
+from kintsugi.model.arrays import Array
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow

@@ -12,6 +12,7 @@ from kintsugi.config.schema import Config, ShareDevice
 from kintsugi.config.stages import Stage
 from kintsugi.device_lease.client import DeviceMemory
 from kintsugi.device_lease.memory import KeptMemory, MovedMemory, check_policy
+from kintsugi.model.arrays import Array
 from kintsugi.model.device import choose_device, identity, use_deterministic_kernels
 from kintsugi.model.device_usage import device_gauges
 from kintsugi.model.plan import plan_companions
@@ -116,6 +117,8 @@ class TorchFramework:
         groups: Groups | None,
         check: Callable[[], None],
     ) -> list[bool]:
+        if groups is not None:
+            _own(state).enter(groups)
         return score_pairs(_own(state).model, block, first=first, count=count, groups=groups, check=check)
 
     def joined_weights(self, state: RankState, groups: Groups) -> Mapping[str, Array]:

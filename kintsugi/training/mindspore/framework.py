@@ -10,6 +10,7 @@ from kintsugi.config.schema import Config, ShareDevice
 from kintsugi.config.stages import Stage
 from kintsugi.device_lease.client import DeviceMemory
 from kintsugi.errors import RefusedError
+from kintsugi.model.arrays import Array
 from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
 from kintsugi.telemetry.events import Event
