@@ -1,12 +1,14 @@
 """One thread per process, as our workers have it: equal bits are promised for that.
 
 Audit logs and tokens go to a folder of the tests. Processes of the package do not search the current folder, so
-programs of the tests are found by PYTHONPATH.
+programs of the tests are found by PYTHONPATH. Ctrl-C is not ignored, as it is in what a shell starts in the background:
+commands under test inherit that.
 """
 
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -16,3 +18,5 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ["KINTSUGI_HOME"] = tempfile.mkdtemp(prefix="kintsugi-tests-")
 atexit.register(shutil.rmtree, os.environ["KINTSUGI_HOME"], ignore_errors=True)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

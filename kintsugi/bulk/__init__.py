@@ -1,4 +1,4 @@
-"""The bulk channel: weights and states between hosts, one hop, by connections beside the control channel.
+"""The bulk channel: weights, states and checkpoints between hosts, one hop, by connections beside the control channel.
 
 A process offers bytes as an *export*, and another one fetches parts of it into their final place. Sizes and offsets are
 agreed before any byte is sent, and nothing that arrives is interpreted: it fills announced places.
@@ -16,5 +16,6 @@ channel.py      one connection after its set-up: messages and bytes, encrypted o
 server.py       listener, sessions, one thread per connection
 client.py       sessions with other processes, and their connections
 endpoint.py     server and client of one process
+files.py        files on disk: offered where they are, fetched in pieces
 pull.py         one version or state from several sources at a time; slow ones are reported and gone around
 """

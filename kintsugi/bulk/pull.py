@@ -132,16 +132,17 @@ class Pull:
             for progress in self._shares
             for _ in range(min(num_connections(), max(1, len(progress.waiting))))
         ]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             self._await(threads)
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             for thread in threads:
-                join(thread, whom=self._what, what="its connections", timeout_s=STOP_TIMEOUT_S)
+                if thread.ident is not None:  # The host may have had no thread left for it.
+                    join(thread, whom=self._what, what="its connections", timeout_s=STOP_TIMEOUT_S)
         if self._outcome.error is not None:
             raise self._outcome.error
 
@@ -191,7 +192,7 @@ class Pull:
                 offer,
                 parts,
                 self._places(parts),
-                watch=lambda channel: _watch(request, channel),
+                watch=lambda channel: self._begin_watch(request, channel),
                 arrived=self._arrived,
             )
             request.channel = None  # Another request may use it from now on.
@@ -201,6 +202,13 @@ class Pull:
         finally:
             with self._lock:
                 self._outcome.requests.remove(request)
+
+    def _begin_watch(self, request: _Request, channel: Channel) -> None:
+        """Take note of the connection of a request; it is ended at once if the pull has failed meanwhile."""
+        with self._lock:
+            request.channel, is_over = channel, self._outcome.error is not None
+        if is_over:
+            channel.interrupt()
 
     def _places(self, parts: Iterable[BulkRange]) -> list[memoryview]:
         return [self._into(part.index)[part.offset : part.offset + part.size] for part in parts]
@@ -228,6 +236,8 @@ class Pull:
         if request.is_given_up:
             error = DeadlineExceeded(whom=request.process, what=self._what, waited_s=PATIENCE_S)
         with self._lock:
+            if self._outcome.error is not None:
+                return  # The pull has ended this request; that says nothing about its source.
             is_first = progress.process == request.process
             if is_first and not progress.has_another:
                 raise error
@@ -290,10 +300,6 @@ class Pull:
     def _bytes_of(self, progress: _Progress) -> int:
         left = sum(part.size for parts in progress.waiting for part in parts)
         return sum(self._pieces[index].size for index in progress.share.indices) - left
-
-
-def _watch(request: _Request, channel: Channel) -> None:
-    request.channel = channel
 
 
 def _requests(pieces: Iterable[tuple[int, Piece]]) -> Iterator[tuple[BulkRange, ...]]:

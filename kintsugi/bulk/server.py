@@ -53,6 +53,9 @@ CHECK_S = 1.0
 """Interval at which unproven connections are checked while there are some."""
 RECHECK_S = 0.1
 """Interval at which a thread that waits for a part checks whether the export was withdrawn."""
+ACCEPT_PAUSE_S = 0.2
+"""Pause after the host had no descriptor, memory or thread for a connection: it keeps waiting at the listener, which
+stays readable."""
 IDLE_S = 60.0
 WITHDRAW_S = 5.0
 CLOSE_S = 5.0
@@ -161,14 +164,18 @@ class BulkServer:
 
         def attempt(remaining_s: float) -> bool | None:
             with exports.idle:
-                sending = [each for each in self._connections if each.export == name]
+                sending = self._sending_now(name)
                 for connection in sending:
                     shut_down(connection.socket)
                 if sending:
                     exports.idle.wait(remaining_s)
-                return None if any(each.export == name for each in self._connections) else True
+                return None if self._sending_now(name) else True
 
         wait(attempt, whom="bulk connections", what=f"the end of sending {name}", timeout_s=WITHDRAW_S)
+
+    def _sending_now(self, name: str) -> list[_Connection]:
+        with self._lock:  # A list that another thread shortens meanwhile would be read with a gap.
+            return [each for each in self._connections if each.export == name]
 
     def close(self) -> None:
         self._is_closing = True
@@ -185,53 +192,76 @@ class BulkServer:
     # The listener.
 
     def _listen(self) -> socket.socket:
-        listener = socket.create_server((self._interface, 0), backlog=64)
-        listener.setblocking(False)
-        self._listener = listener
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(
-            target=self._accept_all, args=(listener,), name="bulk-listener", daemon=True
-        )
-        self._thread.start()
+        """Open the listener and start its thread, both or neither. OSError, or RefusedError without a thread."""
+        with ExitStack() as stack:
+            listener = stack.enter_context(socket.create_server((self._interface, 0), backlog=64))
+            listener.setblocking(False)
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            stack.callback(os.close, self._wake_fd)
+            thread = threading.Thread(
+                target=self._accept_all, args=(listener,), name="bulk-listener", daemon=True
+            )
+            _start(thread)
+            stack.pop_all()
+        self._listener, self._thread = listener, thread
         return listener
 
     def _accept_all(self, listener: socket.socket) -> None:
         """Accept connections until `close`. Waits for the listener, and is woken by `close`."""
-        poller = select.poll()
-        poller.register(listener, select.POLLIN)
-        poller.register(self._wake_fd, select.POLLIN)
+        closing, arrival = select.poll(), select.poll()
+        arrival.register(listener, select.POLLIN)
+        for poller in (closing, arrival):
+            poller.register(self._wake_fd, select.POLLIN)
         while not self._is_closing:
-            limit_s = CHECK_S if any(not each.is_proven for each in self._connections) else IDLE_S
-            with suppress(DeadlineExceeded):
-                wait(
-                    lambda remaining_s: poller.poll(remaining_s * 1000) or None,
-                    whom="anyone",
-                    what="a bulk connection",
-                    timeout_s=limit_s,
-                    waits=self._waits,
-                )
+            limit_s = CHECK_S if any(not each.is_proven for each in self._connections.copy()) else IDLE_S
+            self._await(arrival, "a bulk connection", timeout_s=limit_s)
             self._end_unproven()
-            self._attempt_accept(listener)
+            if not self._attempt_accept(listener):
+                self._await(closing, "what a connection takes", timeout_s=ACCEPT_PAUSE_S)
 
-    def _attempt_accept(self, listener: socket.socket) -> None:
+    def _await(self, poller: select.poll, what: str, *, timeout_s: float) -> None:
+        with suppress(DeadlineExceeded):
+            wait(
+                lambda remaining_s: poller.poll(remaining_s * 1000) or None,
+                whom="anyone",
+                what=what,
+                timeout_s=timeout_s,
+                waits=self._waits,
+            )
+
+    def _attempt_accept(self, listener: socket.socket) -> bool:
+        """Accept a connection if one is waiting; False if the host lacks what it takes."""
         try:
             accepted, (host, port, *_) = listener.accept()
-        except OSError:  # None is waiting, it has gone again, or no descriptor is free.
-            return
+        except (BlockingIOError, ConnectionError):  # None is waiting, or it has gone again.
+            return True
+        except OSError:  # No descriptor or no memory is free.
+            COUNTERS.add("bulk.not_accepted")
+            return False
         connection = _Connection(accepted, f"{host}:{port}", SYSTEM_CLOCK.monotonic())
         with self._lock:
             unproven = [each for each in self._connections if not each.is_proven]
             if len(self._connections) - len(unproven) >= MAX_CONNECTIONS:
                 accepted.close()
-                return
+                return True
             self._connections.append(connection)
         for oldest in unproven[: max(0, len(unproven) + 1 - MAX_UNPROVEN)]:
             self._refuse(oldest, "too many connections without a session")
-        threading.Thread(target=self._serve, args=(connection,), name="bulk", daemon=True).start()
+        try:
+            _start(threading.Thread(target=self._serve, args=(connection,), name="bulk", daemon=True))
+        except RefusedError:
+            with self._lock:
+                self._connections.remove(connection)
+            accepted.close()
+            COUNTERS.add("bulk.not_accepted")
+            return False
+        return True
 
     def _end_unproven(self) -> None:
         since = SYSTEM_CLOCK.monotonic() - SET_UP_S
-        for connection in [each for each in self._connections if not each.is_proven and each.since < since]:
+        for connection in [
+            each for each in self._connections.copy() if not each.is_proven and each.since < since
+        ]:
             self._refuse(connection, f"no proof of a session within {SET_UP_S:g} s")
 
     def _refuse(self, connection: _Connection, reason: str, *, process: str = "") -> None:
@@ -352,6 +382,14 @@ class BulkServer:
         except RefusedError as error:
             # Its bytes were announced: only the end of the connection can say that they do not come.
             raise WorldError(str(error)) from error
+
+
+def _start(thread: threading.Thread) -> None:
+    """Start a thread; RefusedError if the host has none left."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise RefusedError(f"thread {thread.name} could not be started: {error}") from error
 
 
 def _check_ranges(request: BulkRequest, export: Export) -> None:

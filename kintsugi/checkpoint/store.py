@@ -231,6 +231,7 @@ def keep_checkpoint(
     assert keep >= 1, f"a save that keeps {keep} checkpoints would remove itself"
     arrived = arriving_folder(folder, step=step)
     with _alone(folder, disk=disk):
+        _clear_leftovers(folder, disk=disk, arriving_from=step)
         try:
             for name in _list(arrived, disk=disk):
                 with storage_errors(str(arrived / name)), closing(disk.open(arrived / name)) as file:
@@ -712,9 +713,13 @@ def _retire(path: Path, *, disk: Disk) -> None:
         _remove_folder(hidden, disk=disk)
 
 
-def _clear_leftovers(folder: Path, *, disk: Disk) -> None:
+def _clear_leftovers(folder: Path, *, disk: Disk, arriving_from: int | None = None) -> None:
+    """Remove what killed saves and removals have left; checkpoints of `arriving_from` and later steps may still be
+    arriving."""
     for name in _list(folder, disk=disk):
-        if name.startswith((".saving-", ".removed-")):
+        step = name.removeprefix(ARRIVING)
+        is_arriving = arriving_from is not None and step.isdecimal() and int(step) >= arriving_from
+        if name.startswith((".saving-", ".removed-")) and not is_arriving:
             with storage_errors(str(folder / name)):
                 _remove_folder(folder / name, disk=disk)
 

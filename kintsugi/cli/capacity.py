@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from kintsugi.checkpoint.copies import open_target
 from kintsugi.cluster.device_memory import read_devices
 from kintsugi.config.schema import Config
 from kintsugi.config.stages import num_processes, stages
@@ -84,9 +85,24 @@ def _layout_lines(memory: RunMemory) -> Iterator[str]:
         f"{f'1/{mesh.boxes}' if mesh.stages == 1 else 'at most a part'} of weights and moments "
         f"({gigabytes(most)} of {gigabytes(memory.state_bytes)})"
     )
-    for box in range(mesh.boxes):
-        holders = [process_id(Role.MODEL, index) for index in range(box, actor.workers, mesh.boxes)]
-        yield f"           part {box + 1}: {', '.join(holders)}{_layers(memory, mesh.seat(box))}"
+    has_hosts = memory.config.cluster.hosts > 1
+    for part, holders in _holders(memory.config).items():
+        named = (f"{rank} ({host})" if has_hosts else rank for rank, host in holders.items())
+        yield f"           part {part}: {', '.join(named)}{_layers(memory, mesh.seat(part - 1))}"
+    if has_hosts:
+        alone = [
+            str(part) for part, holders in _holders(memory.config).items() if len(set(holders.values())) == 1
+        ]
+        yield (
+            f"           a host is lost: part {', '.join(alone)} comes from the copy that another host keeps"
+            if alone
+            else "           a host is lost: every part is on another one, no step is undone"
+        )
+    yield "           no replacement starts: " + (
+        "the other ranks go on while each part has one"
+        if actor.workers > mesh.boxes and mesh.model_ranks == 1
+        else "the run waits, then ends; `kintsugi resume` with another layout goes on"
+    )
 
 
 def _layers(memory: RunMemory, seat: Seat) -> str:
@@ -97,6 +113,13 @@ def _layers(memory: RunMemory, seat: Seat) -> str:
     ends = " with the embedding" if seat.is_first else " with the head" if seat.is_last else ""
     needed = memory.of_process(process_id(Role.MODEL, seat.number))
     return f": layers {layers[0]} to {layers[-1]}{ends}, {gigabytes(needed.host_bytes + needed.device_bytes)}"
+
+
+def _holders(config: Config) -> dict[int, dict[str, str]]:
+    """Return the ranks that hold each part of a state that is cut, with their hosts."""
+    ranks = [plan for plan in plan_layout(config) if plan.role is Role.MODEL]
+    boxes = config.actor.layout.boxes
+    return {part + 1: {plan.process: plan.host for plan in ranks[part::boxes]} for part in range(boxes)}
 
 
 def limit_lines(config: Config) -> Iterator[str]:
@@ -140,6 +163,8 @@ def check_start(config: Config, *, run_dir: Path, resume: bool) -> list[str]:
     """
     check_limits(config)
     check_devices(config)
+    if config.checkpoint.copy_to:
+        open_target(config.checkpoint.copy_to)
     devices = read_devices()
     memory = run_memory(config, num_devices=len(devices))
     if not config.cluster.on and _shortage(memory, devices, room=_free):

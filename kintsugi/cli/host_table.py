@@ -13,16 +13,27 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.cli import slurm
-from kintsugi.cluster.backends.command import EngineCommand
+from kintsugi.cli.hosts import CLOCK
+from kintsugi.cluster.backends.command import Conversation
 from kintsugi.cluster.backends.slurm import job_of, read_allocation
 from kintsugi.cluster.backends.ssh import read_hosts_file, split_hosts, ssh_command
 from kintsugi.cluster.host_supervisor import default_scratch
-from kintsugi.cluster.joining import HostNeeds, facts_of_this_host, local_address, versions, why_refused
+from kintsugi.cluster.joining import (
+    NOTED_CLOCK_S,
+    HostNeeds,
+    facts_of_this_host,
+    local_address,
+    versions,
+    why_refused,
+)
 from kintsugi.protocol.hosts import HostFacts
 from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.telemetry.collect.clock_offset import ClockEstimate, ClockReading, reading
 
 ASK_S = 30.0
-_HEAD = f"{'host':12} {'address':16} {'cores':>5} {'memory':>9} {'free disk':>10} {'GPUs':>4}  {'clock':>8}  "
+NUM_ASKED = 5
+"""Round trips by which the clock of a host is measured."""
+_HEAD = f"{'host':12} {'address':16} {'cores':>5} {'memory':>9} {'free disk':>10} {'GPUs':>4}  {'clock':>9}  "
 
 
 class _Asked(msgspec.Struct, frozen=True):
@@ -49,18 +60,49 @@ def host_lines(on: str | None) -> tuple[list[str], bool]:
     asked = [(host, *_ask(host), SYSTEM_CLOCK.monotonic()) for host in remote]
     all_fit = True
     for host, command, address, since in asked:
-        command.close(timeout_s=max(0.0, ASK_S - (SYSTEM_CLOCK.monotonic() - since)), keep_output=True)
-        facts = _facts(command) if command.status == 0 else None
-        if facts is None:
+        until = since + ASK_S
+        answer = command.hear(begin=b"{", timeout_s=max(0.0, until - SYSTEM_CLOCK.monotonic()))
+        clock = _clock_of(command, until=until) if answer is not None else None
+        command.close(timeout_s=max(0.0, until - SYSTEM_CLOCK.monotonic()), keep_output=True)
+        if answer is None or clock is None:
             problem = f"no answer: {command.explain()}"
             lines.append(f"{host.name:12} {host.address:16} {problem}")
         else:
-            problem = why_refused(facts, host.needs, now=SYSTEM_CLOCK.wall())
-            offset_s = facts.wall - SYSTEM_CLOCK.wall()
-            reached = f"reaches {address} from {facts.address}"
-            lines.append(_line(host.name, facts, offset_s=offset_s, problem=problem or reached))
-        all_fit = all_fit and facts is not None and not problem
+            facts = msgspec.json.decode(answer, type=HostFacts)
+            # Its clock when it was asked is compared, whenever that was.
+            now = SYSTEM_CLOCK.wall()
+            facts = msgspec.structs.replace(facts, wall=now + clock.offset_s)
+            problem = why_refused(facts, host.needs, now=now)
+            note = f"reaches {address} from {facts.address}{_clock_note(clock)}"
+            lines.append(_line(host.name, facts, offset_s=clock.offset_s, problem=problem or note))
+        command.release()
+        all_fit = all_fit and answer is not None and clock is not None and not problem
     return lines, all_fit
+
+
+def _clock_of(host: Conversation, *, until: float) -> ClockReading | None:
+    """Measure the clock of a host by the fastest of some round trips; None if it does not answer."""
+    best = ClockEstimate()
+    for _ in range(NUM_ASKED):
+        begun, asked_at = SYSTEM_CLOCK.monotonic(), SYSTEM_CLOCK.wall()
+        host.say(b"")
+        line = host.hear(begin=CLOCK.encode(), timeout_s=max(0.0, until - begun))
+        if line is None:
+            return None
+        round_trip_s = SYSTEM_CLOCK.monotonic() - begun
+        told = float(line.removeprefix(CLOCK.encode()))
+        best.add(reading(sent_at=asked_at, round_trip_s=round_trip_s, remote_time=told))
+    found = best.best
+    assert found is not None
+    return ClockReading(-found.offset_s, found.error_s)
+
+
+def _clock_note(clock: ClockReading) -> str:
+    """Return a warning about a clock that is off but taken: records are corrected by what is measured."""
+    if abs(clock.offset_s) - clock.error_s <= NOTED_CLOCK_S:
+        return ""
+    ahead = "ahead" if clock.offset_s > 0 else "behind"
+    return f"; warning: its clock is {abs(clock.offset_s):.1f} s {ahead}, times of its records are corrected"
 
 
 def _asked(on: str | None) -> tuple[str, list[_Asked]]:
@@ -94,26 +136,19 @@ def _own_facts() -> HostFacts:
     return facts_of_this_host(address="127.0.0.1", scratch=existing)
 
 
-def _ask(host: _Asked) -> tuple[EngineCommand, str]:
+def _ask(host: _Asked) -> tuple[Conversation, str]:
     """Begin to ask a host; return the command, and the address of this machine on the way to it."""
     address = "127.0.0.1"
     with suppress(OSError):
         address = local_address(host.address)
-    program = [host.python or sys.executable, "-P", "-m", "kintsugi", "host-facts", address]
-    return EngineCommand(host.command(program)), address
-
-
-def _facts(command: EngineCommand) -> HostFacts | None:
-    try:
-        return msgspec.json.decode(command.explain(), type=HostFacts)
-    except msgspec.DecodeError:
-        return None
+    program = [host.python or sys.executable, "-P", "-m", "kintsugi", "host-facts", address, "--clock"]
+    return Conversation(host.command(program)), address
 
 
 def _line(name: str, facts: HostFacts, *, offset_s: float, problem: str) -> str:
     return (
         f"{name:12} {facts.address:16} {facts.cores:5} {facts.memory_bytes / 2**30:5.1f} GiB "
-        f"{facts.free_bytes / 2**30:6.1f} GiB {len(facts.gpus):4}  {offset_s:+7.1f}s  {problem}"
+        f"{facts.free_bytes / 2**30:6.1f} GiB {len(facts.gpus):4}  {offset_s:+8.3f}s  {problem}"
     ).rstrip()
 
 

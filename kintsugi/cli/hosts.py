@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+CLOCK = "clock "
+"""Begin of the lines with which a host tells its time."""
 ENGINE_OPTIONS = {
     "partition": ("slurm", "cluster.slurm.partition"),
     "nodes": ("slurm", "cluster.slurm.nodes"),
@@ -257,8 +259,15 @@ def hosts(
 
 
 @app.command(hidden=True)
-def host_facts(reached: Annotated[str, typer.Argument(help="Address of the machine that asks.")]) -> None:
+def host_facts(
+    reached: Annotated[str, typer.Argument(help="Address of the machine that asks.")],
+    clock: Annotated[
+        bool, typer.Option("--clock", help="Then answer each line of standard input with the wall clock.")
+    ] = False,
+) -> None:
     """Print what a run has to know of this host, as JSON: `kintsugi hosts` calls it on each host."""
+    import time
+
     from kintsugi.cluster.host_supervisor import default_scratch
     from kintsugi.cluster.joining import facts_of_this_host, local_address
 
@@ -268,3 +277,8 @@ def host_facts(reached: Annotated[str, typer.Argument(help="Address of the machi
         msgspec.json.encode(facts_of_this_host(address=local_address(reached), scratch=existing)).decode(),
         wrap=False,
     )
+    if clock:
+        sys.stdout.flush()
+        for _ in sys.stdin:
+            sys.stdout.write(f"{CLOCK}{time.time()!r}\n")
+            sys.stdout.flush()

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
-from kintsugi.cli.arguments import Overrides, Recipe, load_validated
+from kintsugi.cli.arguments import Overrides, Recipe, loaded, validated
+from kintsugi.cli.hosts import On
 from kintsugi.cli.output import console, counted, say
+from kintsugi.lab.soak.plan import FaultRole
 from kintsugi.lab.testbed.outputs import Output
 
 app = typer.Typer()
@@ -41,10 +43,19 @@ def soak(
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write every fault and the totals to this file.")
     ] = None,
+    on: On = None,
+    role: Annotated[
+        list[FaultRole] | None,
+        typer.Option(
+            help="Hit only these, several times: processes of a role, all of a host, or with --on a whole node."
+        ),
+    ] = None,
 ) -> None:
-    """Run a recipe without faults and with processes killed and stopped repeatedly, and compare the results."""
+    """Run a recipe without faults and with processes killed and stopped repeatedly, and compare the results. On other
+    machines, whole machines are lost too."""
     import signal
 
+    from kintsugi.cli.hosts import placed, with_engine
     from kintsugi.config.recipe import anchored
     from kintsugi.lab.soak import report as reports
     from kintsugi.lab.soak.soak import Soak
@@ -52,11 +63,26 @@ def soak(
 
     if cold and output is not None:
         raise typer.BadParameter("a run with an output is started with the fork server: leave out --cold")
-    config = anchored(load_validated(recipe, overrides).config)
+    config = anchored(validated(placed(loaded(recipe, with_engine(overrides, on=on)))).config)
+    if role and FaultRole.NODE in role and not config.cluster.on:
+        raise typer.BadParameter("--role node: expected --on with it, which puts the run on other machines")
+    if config.cluster.on:
+        from kintsugi.lab.testbed.remote_hosts import commands_of
+
+        commands_of(config)  # Refuses an engine before anything starts.
     folder = Path(config.run_dir) if config.run_dir else next_run_dir(config.name).resolve()
     create_run_dir(folder)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run = Soak(config, folder=folder, num_faults=faults, seed=seed, cold=cold, output=output, say=say)
+    run = Soak(
+        config,
+        folder=folder,
+        num_faults=faults,
+        seed=seed,
+        cold=cold,
+        roles=tuple(role) if role else None,
+        output=output,
+        say=say,
+    )
     report = run.run()
     if json is not None:
         reports.write(report, json)
@@ -71,6 +97,7 @@ def simulate(
     first: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
     workers: Annotated[int, typer.Option(min=6, help="Simulated ranks, rollout workers and servers.")] = 6,
     shards: Annotated[int, typer.Option(min=1, help="Parts into which the ranks' state is cut.")] = 1,
+    layouts: Annotated[bool, typer.Option(help="Draw ranks, parts and hosts for each seed.")] = False,
     processes: Annotated[int, typer.Option(min=0, help="Number of parallel processes; 0: one per core.")] = 0,
     replay: Annotated[int | None, typer.Option(metavar="SEED", help="Run only this seed.")] = None,
     trace: Annotated[bool, typer.Option(help="With --replay: print the whole trace.")] = False,
@@ -82,13 +109,19 @@ def simulate(
     from kintsugi.simulation.campaign import Runner, run_campaign, summary_of
 
     if replay is not None:
-        outcome = Runner(num_workers=workers, shards=shards).run(replay, keep_trace=trace)
+        runner = Runner(num_workers=workers, shards=shards, draws_layouts=layouts)
+        outcome = runner.run(replay, keep_trace=trace)
         for line in outcome.trace:
             say(line)
         say(summary_of(replay, outcome))
         raise typer.Exit(1 if outcome.violations else 0)
     report = run_campaign(
-        first=first, count=seeds, num_workers=workers, num_processes=processes, shards=shards
+        first=first,
+        count=seeds,
+        num_workers=workers,
+        num_processes=processes,
+        shards=shards,
+        draws_layouts=layouts,
     )
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
@@ -132,11 +165,14 @@ def run_experiments(
     ] = "both",
     folder: Folder = None,
     json: JsonFile = None,
+    on: On = None,
 ) -> None:
-    """Run experiments on our system and on the fragile one; report visible errors and diagnoses."""
+    """Run experiments on our system and on the fragile one; report visible errors and diagnoses. With --on the run is
+    on other machines: only for experiments that change nothing else of this one."""
+    from kintsugi.cli.hosts import placed
     from kintsugi.lab.commands import run_experiments as run_them
 
-    if not run_them(experiments, profile=profile, folder=folder, json=json, say=say):
+    if not run_them(experiments, profile=profile, folder=folder, json=json, say=say, on=on, place=placed):
         raise typer.Exit(1)
 
 

@@ -20,6 +20,8 @@ from kintsugi.learning_health.follower import learning_lines
 from kintsugi.run_folder import reader
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.printable import printable
+from kintsugi.runtime.signals import Signals
+from kintsugi.runtime.waits import wait_readable
 from kintsugi.telemetry.events import Record
 
 PLAIN_INTERVAL_S = 5.0
@@ -201,16 +203,13 @@ def _glued(shares: str) -> str:
     return "  ".join(part.replace(" ", "\u00a0") for part in shares.split("  "))
 
 
-def follow_until_end(view: LiveView, *, folder: Path, pause_s: float = LIVE_INTERVAL_S) -> None:
-    """Show a run that another process has started, until it has ended."""
-    import time
-
-    from kintsugi.runtime.waits import wait
-
-    def attempt(remaining_s: float) -> bool:
-        time.sleep(min(pause_s, remaining_s))
-        return True
-
+def follow_until_end(
+    view: LiveView, *, folder: Path, interrupts: Signals, pause_s: float = LIVE_INTERVAL_S
+) -> bool:
+    """Show a run that another process has started, until it has ended or Ctrl-C; return whether it has ended."""
     while reader.living_launcher(folder) is not None:
         view.tick()
-        wait(attempt, whom="the run", what="something new", timeout_s=pause_s)
+        wait_readable(interrupts.fileno(), whom="the run", what="something new", timeout_s=pause_s)
+        if interrupts.received():
+            return False
+    return True

@@ -356,7 +356,22 @@ def resume(
     if in_job:
         _follow_job(config, run_dir=folder, detach=detach)
         return
+    _take_back_checkpoints(config, folder)
     _launch(config, run_dir=folder, resume=True, detach=detach)
+
+
+def _take_back_checkpoints(config: Config, folder: Path) -> None:
+    """Fetch the newest copy of a run that has lost its checkpoints."""
+    from kintsugi.run_folder import reader
+
+    target = config.checkpoint.copy_to
+    if not target or reader.checkpoint_folders(folder):
+        return
+    from kintsugi.checkpoint.copies import CheckpointCopies
+
+    taken = CheckpointCopies(target, run_dir=folder).take_back(keep=config.checkpoint.keep)
+    if taken is not None:
+        say(f"the checkpoint of step {taken.step} was taken back from {target}")
 
 
 @app.command()

@@ -94,6 +94,7 @@ CHANGEABLE = (
     "rollout.turn_timeout_s",
     "eval",
     "checkpoint.every",
+    "checkpoint.copy_to",
     "logging",
     "monitoring",
     "weights.deadline_s",

@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -34,6 +35,7 @@ from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.summary import FaultLine
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.printable import printable
+from kintsugi.runtime.signals import Signals
 from kintsugi.runtime.stacks import enable_stack_dumps
 from kintsugi.telemetry.process_reports import read_processes
 from kintsugi.types import Role, process_id
@@ -100,16 +102,22 @@ def start_detached(config: Config, *, run_dir: Path, resume: bool) -> int:
 
 
 def attach(run_dir: Path) -> int:
-    """Show a running run as `kintsugi train` does, until it ends; Ctrl-C leaves the run going."""
+    """Show a running run as `kintsugi train` does, until it ends; Ctrl-C leaves the run going.
+
+    Ctrl-C is read from a descriptor, as by `kintsugi train`: it also works where a shell has started the command with
+    SIGINT ignored, as in the background, and where Python ignores exceptions, as in a callback of an import.
+    """
     config, since = load_config(RunFolder(run_dir).config_file), SYSTEM_CLOCK.wall()
     output = SteadyOutput(sys.stdout)
     screen = console(cast(TextIO, output))
     log = RunFolder(run_dir).log_file(process_id(Role.MASTER, 0))
     log_size = log.stat().st_size if log.exists() else 0
-    try:
-        with LiveView(config, run_dir=run_dir, console=screen) as display:
-            follow_until_end(display, folder=run_dir)
-    except KeyboardInterrupt:
+    with (
+        closing(Signals(signal.SIGINT)) as interrupts,
+        LiveView(config, run_dir=run_dir, console=screen) as display,
+    ):
+        has_ended = follow_until_end(display, folder=run_dir, interrupts=interrupts)
+    if not has_ended:
         see = f"`kintsugi attach {run_dir}` shows it again, `kintsugi stop {run_dir}` stops it"
         screen.print(printable(f"detached; the run goes on: {see}"), highlight=False, markup=False)
         output.settle()

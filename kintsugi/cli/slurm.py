@@ -325,8 +325,11 @@ class JobWarning:
         self.came = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
-        os.kill(os.getpid(), signal.SIGTERM)
+        """Slurm may send it, and the host manager too: a second request to stop would end the run without a
+        checkpoint."""
+        if not self.came:
+            self.came = True
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager

@@ -64,7 +64,7 @@ from kintsugi.process.membership import HEARTBEAT_S, Membership, open_endpoint
 from kintsugi.protocol.agents import Inspect, ProcessExited, ProcessStarted, StartProcess, StopProcess
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.bulk import OpenBulk
-from kintsugi.protocol.hosts import FetchFile, KeepCheckpoint, ListFiles, StoreFile
+from kintsugi.protocol.hosts import KeepCheckpoint, ListFiles, StoreFile
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.recovery import FetchState, KeepState
 from kintsugi.protocol.weights import HoldDelta, HoldWeights, UploadWeights
@@ -172,7 +172,8 @@ class Agent:
         """For ranks of hosts that do not have the run folder; None where this agent is not beside the master."""
         if self._handover.master is None:
             return None
-        return CheckpointReceiver(self._endpoint, RunFolder(self._own.run_dir).checkpoints_folder)
+        folder = RunFolder(self._own.run_dir).checkpoints_folder
+        return CheckpointReceiver(self._endpoint, self._bulk, self._calls, folder=folder)
 
     def run(self) -> int:
         """Run until all children have ended; return the exit code, which is the master's where there is one."""
@@ -250,7 +251,7 @@ class Agent:
                 self._weight_holder.handle(delivery)
             case OpenBulk(certificate=certificate):
                 self._open_bulk(delivery, certificate)
-            case FetchFile() | ListFiles() | StoreFile() | KeepCheckpoint() if self._checkpoints is not None:
+            case ListFiles() | StoreFile() | KeepCheckpoint() if self._checkpoints is not None:
                 self._checkpoints.handle(delivery)
             case body if delivery.wants_reply:
                 self._endpoint.fail(delivery, RefusedError(f"an agent does not do {type(body).__name__}"))
@@ -595,8 +596,6 @@ class Agent:
 
     def _run_timers(self) -> None:
         now = self._clock.monotonic()
-        if self._checkpoints is not None:
-            self._checkpoints.send_answers()
         for child in self._children.values():
             child.send_due_signals(now)
         self._start_due_master(now)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from kintsugi.cluster.child import ChildProcess
 from kintsugi.cluster.orphans import remove_counter_files
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
+from kintsugi.runtime.proc import is_exiting
 from kintsugi.runtime.shortages import describe_exit
 from kintsugi.telemetry.collect.cgroups import ControlGroups, ProcessGroups
 from kintsugi.telemetry.collect.process import oom_kills
@@ -26,23 +27,43 @@ HOST = "host"
 """Counter of the whole host, for a process with an unknown group or one without a counter."""
 HOST_WINDOW_S = 2.0
 """Shorter, because other processes of the host increase it as well."""
+NEW_GROUP_S = 60.0
+"""Age up to which a group can be one that a process was just moved to."""
 
 
 class OomAttribution:
     """OOM counters of the last seconds, and which increases have already explained a death."""
 
-    def __init__(self, control_groups: ControlGroups | None = None) -> None:
+    def __init__(
+        self,
+        control_groups: ControlGroups | None = None,
+        *,
+        is_exiting: Callable[[int], bool] = is_exiting,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self._control_groups = control_groups or ControlGroups()
+        self._is_exiting = is_exiting
+        self._clock = clock
         self._groups: dict[int, ProcessGroups] = {}
         self._counts: dict[str, deque[tuple[float, int]]] = {}
         self._claimed: dict[str, deque[float]] = {}
 
     def update_groups(self, pids: Iterable[int]) -> None:
-        """Read the groups of all living processes, several times a second: a zombie may not show its group."""
+        """Read the groups of all living processes, several times a second.
+
+        In version 1, /proc gives the root as the group of a process from the moment in which the kernel begins to end
+        it, which takes a third of a second per gigabyte of memory: such a process keeps the group that was read before.
+        """
         groups: dict[int, ProcessGroups] = {}
         for pid in pids:
+            before = self._groups.get(pid)
             with suppress(OSError):
-                groups[pid] = self._control_groups.of(pid)
+                found = self._control_groups.of(pid)
+                is_moved = found != before
+                if not is_moved or found.unified or not self._is_exiting(pid):
+                    groups[pid] = found
+                elif before is not None:
+                    groups[pid] = before
         self._groups = groups
 
     def update_group(self, pid: int) -> None:
@@ -108,12 +129,29 @@ class OomAttribution:
                 return True
         count = self._control_groups.oom_kills(groups)
         if count is not None:
-            return self.claim(str(groups.memory), count, now)
+            if self.claim(str(groups.memory), count, now):
+                return True
+            return not groups.unified and self._new_group_explains(now)
         try:
             count = oom_kills() - self._moved_elsewhere(pid, now)
             return HOST in self._counts and self.claim(HOST, count, now, window_s=HOST_WINDOW_S)
         except OSError:
             return False
+
+    def _new_group_explains(self, now: float) -> bool:
+        """Whether the kernel has just killed a process of a group that is new and that no process was seen in: the dead
+        process may have been moved there after its group was last read. Version 1 only, in which its remains do not
+        show the group."""
+        with suppress(OSError):
+            _, before = self._count_at(HOST, now - WINDOW_S)
+            if HOST not in self._counts or oom_kills() <= before:
+                return False
+            seen = {each.memory for each in self._groups.values()}
+            for each in self._control_groups.created_since(self._clock.wall() - NEW_GROUP_S):
+                count = 0 if each.memory in seen else self._control_groups.oom_kills(each)
+                if count and self.claim(str(each.memory), count, now):
+                    return True
+        return False
 
 
 class ExitRecorder:

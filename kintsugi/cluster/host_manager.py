@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -39,6 +40,7 @@ from kintsugi.cluster.backends.ssh import SshBackend, read_hosts_file, split_hos
 from kintsugi.cluster.file_mirror import FileWriter
 from kintsugi.cluster.host_manager_process import HOST_MANAGER, HostFailed, ManagerHandover
 from kintsugi.cluster.joining import (
+    NOTED_CLOCK_S,
     HostHandover,
     HostNeeds,
     Ticket,
@@ -66,7 +68,7 @@ from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.disk import write_atomically
 from kintsugi.telemetry.disk_budget import DISK_BUDGET
-from kintsugi.telemetry.events import Alert, EventLog, FaultSeen, Note
+from kintsugi.telemetry.events import Alert, EventLog, FaultSeen, HostLost, Note
 from kintsugi.telemetry.verdict_files import HostNotice, give_notice
 from kintsugi.transport import Delivery, Endpoint, new_key_pair
 from kintsugi.types import Peer
@@ -82,6 +84,8 @@ GONE_S = 2.5
 has died. One that lives connects again within a second."""
 LAST_BEAT_S = 3.0
 """Longest time between the last heartbeat and the close of a connection for which the one explains the other."""
+REACH_S = 2.0
+"""Time to connect to a host that joins."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Pause before a lost host is ordered again; it doubles."""
 END_S = 12.0
@@ -115,6 +119,9 @@ class HostRecord(msgspec.Struct):
     """Machine in the words of its engine."""
     facts: HostFacts | None = None
     num_losses: int = 0
+    clock_s: float | None = None
+    """Seconds by which its clock is ahead of the launcher's; None before it was measured."""
+    clock_error_s: float = 0.0
 
 
 class HostDecision(msgspec.Struct, frozen=True):
@@ -123,6 +130,8 @@ class HostDecision(msgspec.Struct, frozen=True):
     action: str = ""
     """`order`: under a new ticket; `lose`: it is gone; `fail`: the run can not begin; empty: nothing."""
     why: str = ""
+    is_silence: bool = False
+    """Nothing but its silence is known: it may be cut off."""
 
 
 def decide(
@@ -145,7 +154,8 @@ def decide(
         what = "join" if record.phase is HostPhase.ORDERED else "start its agent"
         return HostDecision("lose" if record.was_ready else "fail", f"it did not {what} within {join_s:g} s")
     if record.phase in (HostPhase.JOINED, HostPhase.READY) and now - heard_at > SILENT_S:
-        return HostDecision("lose" if record.was_ready else "fail", f"it is silent for {SILENT_S:g} s")
+        action = "lose" if record.was_ready else "fail"
+        return HostDecision(action, f"it is silent for {SILENT_S:g} s", is_silence=True)
     if record.phase is HostPhase.READY and doubt and now - heard_at > DOUBTED_SILENT_S:
         return HostDecision("lose", f"{doubt}, and it is silent for {now - heard_at:.1f} s")
     is_closed = heard_at < closed_at < heard_at + LAST_BEAT_S
@@ -156,6 +166,21 @@ def decide(
         if now - since >= pause_s:
             return HostDecision("order", f"it was lost {pause_s:g} s ago")
     return HostDecision()
+
+
+def why_not_reached(address: str, port: int) -> str:
+    """Return why this machine can not connect to a port that a host listens on; empty if it can. Blocks for at most
+    `REACH_S`."""
+    if not port:
+        return ""
+    try:
+        socket.create_connection((address, port), timeout=REACH_S).close()
+    except OSError as error:
+        return (
+            f"it can not be reached at {address}, its own address, port {port} ({error.strerror or error}): expected "
+            "TCP between all machines in both directions; it is behind NAT, or a firewall closes its ports"
+        )
+    return ""
 
 
 def open_backend(config: Config, *, job: str) -> tuple[Backend, dict[str, HostNeeds], dict[str, str]]:
@@ -210,6 +235,8 @@ class HostManager:
         self._closed_at = -math.inf
         self._leaving: dict[str, tuple[Path, str]] = {}
         """Host that its engine wants back → the notice of it to the master, and the reason."""
+        self._asked: set[str] = set()
+        """Hosts whose supervisors were asked to end by their engine, which has been told to the back end."""
         self._ending_at: float | None = None
 
     def run(self) -> None:
@@ -299,7 +326,9 @@ class HostManager:
                     self._join(record, join, delivery)
                 case HostBeat() as beat:
                     self._beat(record, beat)
-                    self._endpoint.reply(delivery, HostOrders(end=self._ending_at is not None))
+                    # A host that has nothing of the run yet ends at once when its engine asks for it.
+                    early = bool(beat.leaving) and record.phase is HostPhase.JOINED
+                    self._endpoint.reply(delivery, self._orders(end=early))
                 case FetchFile(name=digest, offset=offset):
                     # The time to start its agent begins when it has all files: a large model takes longer than that.
                     self._since[record.host] = self._heard_at[record.host] = self._clock.monotonic()
@@ -315,11 +344,15 @@ class HostManager:
         except (KintsugiError, OSError, KeyError) as error:
             self._endpoint.fail(delivery, error)
 
+    def _orders(self, *, end: bool) -> HostOrders:
+        return HostOrders(end=end or self._ending_at is not None, wall=self._clock.wall())
+
     def _join(self, record: HostRecord, join: JoinHost, delivery: Delivery) -> None:
         if record.phase is not HostPhase.ORDERED:
             raise RefusedError(f"the ticket of {record.host} was used")
         needs = msgspec.structs.replace(self._needs[record.host], needed_bytes=self._files.size)
-        if why := why_refused(join.facts, needs, now=self._clock.wall()):
+        why = why_refused(join.facts, needs, now=self._clock.wall())
+        if why := why or why_not_reached(join.facts.address, join.listener):
             self._endpoint.fail(delivery, RefusedError(why))
             self._lose(record, why)
             return
@@ -348,6 +381,10 @@ class HostManager:
 
     def _beat(self, record: HostRecord, beat: HostBeat) -> None:
         self._heard_at[record.host] = self._clock.monotonic()
+        if beat.clock_s is not None and (
+            record.clock_s is None or beat.clock_error_s < record.clock_error_s / 2
+        ):
+            self._note_clock(record, beat.clock_s, beat.clock_error_s)
         if beat.ended:
             failed = bool(beat.failure) and self._ending_at is None
             if failed:
@@ -358,6 +395,25 @@ class HostManager:
             record.was_ready = True
             record.num_losses = 0
             self._set_phase(record, HostPhase.READY)
+        elif beat.leaving and record.phase is HostPhase.READY and record.host not in self._asked:
+            self._asked.add(record.host)
+            self._backend.asked_to_end(record.host, beat.leaving)
+
+    def _note_clock(self, record: HostRecord, clock_s: float, error_s: float) -> None:
+        """Keep the offset of a host's clock, and tell once of one that is off. Records are corrected by what the agents
+        measure."""
+        was_told = record.clock_s is not None and abs(record.clock_s) - record.clock_error_s > NOTED_CLOCK_S
+        record.clock_s, record.clock_error_s = clock_s, error_s
+        self._write()
+        if abs(clock_s) - error_s > NOTED_CLOCK_S and not was_told:
+            ahead = "ahead of" if clock_s > 0 else "behind"
+            self._log.emit(
+                Alert(
+                    f"the clock of {self._named(record.host)} is {abs(clock_s):.1f} s {ahead} the launcher's; times of "
+                    "its records are corrected",
+                    {"clock_s": clock_s},
+                )
+            )
 
     def _set_phase(self, record: HostRecord, phase: HostPhase) -> None:
         record.phase = phase
@@ -374,8 +430,9 @@ class HostManager:
                     record.place = place
                 case HostDoubted(host=host, why=why):
                     self._doubts[host] = why
-                case HostLeaves(why=why) if record.phase is HostPhase.READY:
-                    self._leave(record, why)
+                case HostLeaves(host=host, why=why):
+                    if record.phase is HostPhase.READY and host not in self._leaving:
+                        self._leave(record, why)
                 case HostWent(why=why) if record.phase not in (HostPhase.LOST, HostPhase.ENDED):
                     self._lose(record, why)
 
@@ -402,7 +459,7 @@ class HostManager:
                 self._backend.replace(self._order(host, now))
                 self._write()
             elif decision.action:
-                self._lose(record, decision.why)
+                self._lose(record, decision.why, is_silence=decision.is_silence)
 
     def _leave(self, record: HostRecord, why: str) -> None:
         """Have the master move the processes of a host between two steps; then the host is given up."""
@@ -421,13 +478,18 @@ class HostManager:
             self._log.emit(FaultSeen(fault_of(error, process=HOST_MANAGER, time=self._clock.wall())))
             return None
 
-    def _lose(self, record: HostRecord, why: str) -> None:
+    def _lose(self, record: HostRecord, why: str, *, is_silence: bool = False) -> None:
         """Note the loss of a host. If it had never started, the run can not begin."""
         if self._ending_at is not None:
             self._set_phase(record, HostPhase.ENDED)
             return
         named = self._named(record.host)
-        has_left = self._leaving.pop(record.host, None) is not None
+        notice, _ = self._leaving.pop(record.host, (None, ""))
+        has_left = notice is not None and not notice.exists()
+        if notice is not None and not has_left:  # It is gone before the master has moved its processes.
+            with contextlib.suppress(OSError):
+                notice.unlink()
+        self._asked.discard(record.host)
         if not record.was_ready:
             self._report(HostFailed(named, why))
         elif record.phase in (HostPhase.JOINED, HostPhase.READY) and not has_left:
@@ -439,7 +501,11 @@ class HostManager:
             process, Fault(f"{process}@{record.ticket}", "HostLost", process, why, self._clock.wall())
         )
         self._set_phase(record, HostPhase.LOST)
-        self._log.emit(Alert(f"{named} is lost: {why}"))
+        message = f"{named} is lost: {why}"
+        if is_silence or has_left or not record.was_ready:
+            self._log.emit(Alert(message))
+        else:
+            self._log.emit(HostLost(message, of=self._agents[record.host].process, host=record.host))
 
     def _named(self, host: str) -> str:
         return f"{host} ({self._names.get(host) or self._records[host].place or 'not placed yet'})"

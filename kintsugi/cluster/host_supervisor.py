@@ -6,9 +6,11 @@ It joins the run through the host manager, copies the files of the run into a sc
 same code as the launcher does (`launcher.py`), restarts it, and holds the lifelines of its processes. It sends
 heartbeats and the telemetry of its processes to the host manager.
 
-The host ends when its agent has ended in order, when the host manager says so, when this process gets SIGTERM, and when
-the host manager has not answered for `cluster.away_s`. A supervisor that is killed leaves nothing either: the lifelines
-end with it. Its scratch folder is removed at its end, or by the next supervisor on the same machine.
+The host ends when its agent has ended in order, when the host manager says so, and when the host manager has not
+answered for `cluster.away_s`. SIGTERM, by which an engine asks for the machine, is told to the host manager: it has the
+processes of this host moved between two steps and then ends the host. What that takes longer than the engine waits is
+lost as any host is. A supervisor that is killed leaves nothing either: the lifelines end with it. Its scratch folder is
+removed at its end, or by the next supervisor on the same machine.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ from kintsugi.runtime.proc import process_start_time
 from kintsugi.runtime.processes import SystemProcesses
 from kintsugi.runtime.secrecy import private_process
 from kintsugi.runtime.signals import Signals
+from kintsugi.telemetry.collect.clock_offset import ClockEstimate, reading
 from kintsugi.transport import Endpoint, PendingReply, new_key_pair
 
 JOIN_S = 8.0
@@ -74,11 +77,14 @@ BEAT_S = 0.5
 MIRROR_S = 1.0
 ANSWER_S = 5.0
 """Deadline of a heartbeat; the next one follows."""
+TOLD_S = 3.0
+"""Time for the host manager to hear that this host was asked to end."""
 LAST_S = 5.0
 """Time for the last telemetry and the last message of a host."""
 IMPORT_S = 120.0
 """Time for the import of user code on trial."""
 RECORD = "supervisor.json"
+ASKED_TO_END = "its supervisor was asked to end by a signal"
 
 
 class ScratchRecord(msgspec.Struct, frozen=True):
@@ -152,8 +158,9 @@ def _join(ticket: Ticket, *, keys: tuple[bytes, bytes], address: str, scratch: P
     endpoint = _endpoint(ticket, keys=keys_of_ticket, incarnation=ticket.first_incarnation)
     try:
         facts = facts_of_this_host(address=address, scratch=scratch)
-        join = JoinHost(facts, keys[0])
-        joined = endpoint.call(ticket.manager.process, join, deadline_s=JOIN_S).body
+        with socket.create_server((address, 0)) as listener:
+            join = JoinHost(facts, keys[0], listener.getsockname()[1])
+            joined = endpoint.call(ticket.manager.process, join, deadline_s=JOIN_S).body
         assert isinstance(joined, HostJoined), joined
         return msgspec.msgpack.decode(joined.handover, type=HostHandover)
     except DeadlineExceeded as error:
@@ -223,7 +230,10 @@ class _HostSupervisor:
                 code = self._run_agent(stack)
         except (KintsugiError, OSError) as error:
             failure, code = f"{error}", EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ERROR
-        self._link.finish(self._link.failure or failure)
+        self._link.send_rest()
+        # Before the last message: its engine may kill this process as soon as the run knows that the host has ended.
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._link.say_ended(self._link.failure or failure)
         self._endpoint.close()
         return code
 
@@ -250,13 +260,15 @@ class _HostSupervisor:
 
         def tick() -> None:
             self._link.ready = launcher.is_ready
+            if launcher.was_asked_to_stop:
+                self._link.leave()
             if self._link.tick():
                 launcher.close_agents()
 
         code = launcher.run(tick)
         if launcher.was_asked_to_stop:
             # Its engine takes the machine away: to the run this host is lost, unless the run is over.
-            self._link.failure = self._link.failure or "its supervisor was asked to end by a signal"
+            self._link.failure = self._link.failure or ASKED_TO_END
         return code
 
     def _fetch_files(self) -> None:
@@ -324,6 +336,14 @@ class _Link:
         self._mirror: PendingReply | None = None
         self._beat_at = self._mirror_at = -math.inf
         self._is_over = False
+        self._leaving_at = math.inf
+        """When this host was asked to end."""
+        self._beat_leaves = self._has_told = False
+        """Whether the present heartbeat says so, and whether one was answered that did."""
+        self._is_refused = False
+        self._offsets = ClockEstimate()
+        self._beat_sent = 0.0, 0.0
+        """Monotonic and wall clock at which the present heartbeat was sent."""
         self.ready = False
         self.failure = ""
         """Why this host ends before the run does; empty if it was told to."""
@@ -331,6 +351,12 @@ class _Link:
     def heard(self) -> None:
         """The host manager has answered."""
         self._heard_at = self._clock.monotonic()
+
+    def leave(self) -> None:
+        """This host was asked to end; it does when it is told to, or when that can not be told."""
+        if self._leaving_at == math.inf:
+            self._leaving_at = self._clock.monotonic()
+            self._beat_at = -math.inf
 
     def tick(self) -> bool:
         """Send what is due and take answers; whether this host has to end."""
@@ -340,14 +366,23 @@ class _Link:
         self._take_mirror()
         if self._beat is None and now >= self._beat_at:
             self._beat_at = now + BEAT_S
-            self._beat = self._ask(HostBeat(ready=self.ready, wall=self._clock.wall()), deadline_s=ANSWER_S)
+            self._beat_leaves = self._leaving_at <= now
+            beat = HostBeat(
+                ready=self.ready,
+                leaving=ASKED_TO_END if self._beat_leaves else "",
+                wall=self._clock.wall(),
+                clock_s=None if self._offsets.best is None else self._offsets.best.offset_s,
+                clock_error_s=0.0 if self._offsets.best is None else self._offsets.best.error_s,
+            )
+            self._beat_sent = now, beat.wall
+            self._beat = self._ask(beat, deadline_s=ANSWER_S)
         if self._mirror is None and now >= self._mirror_at:
             self._mirror_at = now + MIRROR_S
             self._send_files()
         if now - self._heard_at > self._away_s and not self._is_over:
             self.failure = f"the launcher has not answered for {self._away_s:g} s (cluster.away_s)"
             self._is_over = True
-        return self._is_over
+        return self._is_over or (not self._has_told and now - self._leaving_at > TOLD_S)
 
     def _ask(self, body: HostBeat | MirrorFiles, *, deadline_s: float) -> PendingReply:
         return self._endpoint.request(self._manager, body, deadline_s=deadline_s)
@@ -358,12 +393,17 @@ class _Link:
         beat, self._beat = self._beat, None
         try:
             orders = beat.result().expect(HostOrders)
+            sent, wall = self._beat_sent
+            took_s = self._clock.monotonic() - sent
+            self._offsets.add(reading(sent_at=wall, round_trip_s=took_s, remote_time=orders.wall))
         except (DeadlineExceeded, WorldError) as error:
             is_refused = isinstance(error, RefusedError)
             if is_refused or (error.cause is not None and error.cause.kind == RefusedError.__name__):
-                self.failure, self._is_over = f"another supervisor has taken this host over: {error}", True
+                self.failure = f"another supervisor has taken this host over: {error}"
+                self._is_over = self._is_refused = True
             return
         self.heard()
+        self._has_told = self._has_told or self._beat_leaves
         self._is_over = self._is_over or orders.end
 
     def _send_files(self) -> None:
@@ -381,8 +421,11 @@ class _Link:
             self._reader.taken()
             self._mirror_at = -math.inf  # There may be more.
 
-    def finish(self, failure: str) -> None:
-        """Send the rest of the telemetry and the last message, as far as the host manager answers in time."""
+    def send_rest(self) -> None:
+        """Send the rest of the telemetry, as far as the host manager answers in time. One that has given this host up
+        takes none."""
+        if self._is_refused:
+            return
         until = self._clock.monotonic() + LAST_S
         with contextlib.suppress(WorldError):
             while self._clock.monotonic() < until:
@@ -392,5 +435,11 @@ class _Link:
                     break
                 self._endpoint.poll(0.1)
                 self._take_mirror()
+
+    def say_ended(self, failure: str) -> None:
+        """Send the last message."""
+        if self._is_refused:
+            return
+        with contextlib.suppress(WorldError):
             last = HostBeat(ended=True, failure=failure[-2000:], wall=self._clock.wall())
             self._endpoint.call(self._manager, last, deadline_s=LAST_S)

@@ -150,6 +150,8 @@ class HostNeeds(msgspec.Struct, frozen=True):
 MOST_CLOCK_S = 120.0
 """Difference of two clocks that is refused: the order of logs and the ages of files mean nothing with
 it. Smaller differences are measured by the agents and corrected in the records."""
+NOTED_CLOCK_S = 1.0
+"""Difference of two clocks that is told."""
 
 
 def why_refused(facts: HostFacts, needs: HostNeeds, *, now: float) -> str:

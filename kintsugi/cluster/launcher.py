@@ -29,6 +29,7 @@ from uuid import uuid4
 
 import msgspec
 
+from kintsugi.cluster.checkpoint_copier import CheckpointCopier
 from kintsugi.cluster.child import end_orphans, read_table, tail
 from kintsugi.cluster.diagnosis_process import DiagnosisProcess
 from kintsugi.cluster.handover import (
@@ -74,12 +75,14 @@ from kintsugi.runtime.secrecy import private_process
 from kintsugi.runtime.signals import Signals
 from kintsugi.runtime.waits import wait_readable
 from kintsugi.telemetry.disk_budget import DISK_BUDGET
-from kintsugi.telemetry.events import EventLog, FaultSeen, ProcessGone, RunAborted
+from kintsugi.telemetry.events import EventLog, FaultSeen, OperationFailed, ProcessGone, RunAborted
 from kintsugi.transport import new_key_pair
 from kintsugi.types import Peer, Placement, Role, process_id
 
 TICK_S = 0.2
 LAUNCHER = process_id(Role.LAUNCHER, 0)
+COPY_END_S = 600.0
+"""Longest time for the copy of the last checkpoint after the end of a run."""
 END_DEADLINE_S = 5.0
 """Time for an agent to stop its children, which takes two graces of two seconds at worst."""
 
@@ -351,6 +354,8 @@ class Launcher:
         """Children that this process had before the run; they are left alone."""
         self._stopped = StoppedProcessDetector()
         self._diagnosis = DiagnosisProcess(run_dir, processes)
+        self._copier: CheckpointCopier | None = None
+        """Process that copies checkpoints; None without `checkpoint.copy_to`."""
         self._host_manager: HostManagerProcess | None = None
         """Process that manages the hosts on other machines; None if there are none."""
         self._log = EventLog(RunFolder(run_dir).events_file(own), process=own)
@@ -370,6 +375,10 @@ class Launcher:
         if config.actor.interpreter is not None:
             interpreters = {**programs.interpreters, Role.MODEL: config.actor.interpreter}
             programs = msgspec.structs.replace(programs, interpreters=interpreters)
+        if config.checkpoint.copy_to:
+            self._copier = CheckpointCopier(
+                self._run_dir, target=config.checkpoint.copy_to, processes=self._processes
+            )
         job = uuid4().hex[:12]
         host, port = listener.getsockname()[:2]
         names = [place.name for place in hosts]
@@ -501,6 +510,7 @@ class Launcher:
                 self._checks_fail = False
         if self._failure is not None and self._num_stops == 0:
             raise self._failure
+        self._finish_copies()
         status = self._agents[0].status
         return status if status is not None and status >= 0 else 1
 
@@ -533,6 +543,8 @@ class Launcher:
                 for agent, state in zip(self._agents, lost.state.agents, strict=True):
                     agent.adopt(state, processes=self._processes, deadline=deadline)
                 self._diagnosis.replace(*lost.state.diagnosis)
+                if self._copier is not None:
+                    self._copier.forget()
                 if self._host_manager is not None:
                     self._host_manager.adopt(*lost.state.host_manager)
                 return
@@ -552,7 +564,8 @@ class Launcher:
         """Children that are no orphans, besides the agents."""
         standby = {self._standby.pid} if self._standby is not None else set()
         manager = self._host_manager.pids if self._host_manager is not None else frozenset()
-        return self._others | self._diagnosis.pids | manager | standby
+        copier = self._copier.pids if self._copier is not None else frozenset()
+        return self._others | self._diagnosis.pids | manager | copier | standby
 
     # The loop.
 
@@ -593,9 +606,30 @@ class Launcher:
             living[pid].child.send_signal(signal.SIGKILL)
         if self._agents[0].ready and self._kill_at is None and self._own == LAUNCHER:
             self._diagnosis.ensure_running(now)
+        self._check_copies(now)
         if self._host_manager is not None and self._kill_at is None:
             self._check_host_manager(self._host_manager, now)
         reap_orphans(but=self._known_pids() | living.keys())
+
+    def _check_copies(self, now: float) -> None:
+        if self._copier is not None and (why := self._copier.turn(now)):
+            message = f"checkpoints can not be copied: {why}; it is tried again"
+            self._log.emit(OperationFailed(message, operation="copy of checkpoints", error=why))
+
+    def _finish_copies(self) -> None:
+        """Wait until the last checkpoint is copied, unless that fails, takes too long, or another stop is requested."""
+        if self._copier is None:
+            return
+        copier, num_stops, num_failures = self._copier, self._num_stops, self._copier.num_failures
+        copier.hurry()
+        until = self._clock.monotonic() + COPY_END_S
+        with contextlib.suppress(OSError):  # No process can be started: `resume` copies the rest.
+            while not copier.is_done and self._clock.monotonic() < until:
+                self._check_copies(self._clock.monotonic())
+                if copier.num_failures > num_failures or self._num_stops > num_stops:
+                    break
+                wait_readable(self._signals.fileno(), whom="copies", what="their end", timeout_s=TICK_S)
+                self._num_stops += len(self._signals.received())
 
     def _check_host_manager(self, manager: HostManagerProcess, now: float) -> None:
         """Keep the host manager running, and end the run if a host could not join it."""
@@ -623,10 +657,11 @@ class Launcher:
 
     def _on_stop_request(self) -> None:
         """The first request stops the run after this step; the second one ends everything immediately. On a host of
-        another machine, where the run does not stop, the first one ends the host."""
+        another machine, where the run does not stop, its supervisor decides about the first one."""
         self._num_stops += 1
         if self._own != LAUNCHER:
-            self.close_agents()
+            if self._num_stops > 1:
+                self.close_agents()
         elif self._num_stops == 1:
             self._signal_agents(signal.SIGTERM)
         else:
@@ -733,6 +768,8 @@ class Launcher:
         if self._host_manager is not None:
             self._attempt(self._host_manager.close)
         self._attempt(self._diagnosis.close)
+        if self._copier is not None:
+            self._attempt(self._copier.close)
         self._attempt(
             partial(
                 kill_children, self._processes, but=self._others, timeout_s=END_DEADLINE_S, clock=self._clock

@@ -225,6 +225,8 @@ def anchored(config: Config) -> Config:
     config = replace(config, data=_anchored_data(config.data))
     if config.run_dir is not None:
         config = replace(config, run_dir=str(Path(config.run_dir).resolve()))
+    if (copies := config.checkpoint.copy_to) and "://" not in copies:
+        config = replace(config, checkpoint=replace(config.checkpoint, copy_to=str(Path(copies).resolve())))
     if (template := config.cluster.kubernetes.template) != "":
         kubernetes = replace(config.cluster.kubernetes, template=str(Path(template).resolve()))
         config = replace(config, cluster=replace(config.cluster, kubernetes=kubernetes))

@@ -490,6 +490,9 @@ class CheckpointSection(_Section, frozen=True):
     """Steps between checkpoints. The last step is always saved; 0: only the last step."""
     keep: int = 2
     """Number of checkpoints to keep; older ones are deleted, except the one with the highest held-out accuracy."""
+    copy_to: str = ""
+    """Folder, or URL of an object store (fsspec: `s3://bucket/runs`), to which finished checkpoints are copied beside
+    training, into a folder of the run's name. Empty: no copies."""
 
 
 ShareDevice = Literal["no", "keep", "offload"]

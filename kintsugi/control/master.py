@@ -104,6 +104,7 @@ class Master:
             pending=pending,
             start_timeout_s=limit_s,
             no_slots=hosts_without_slots(config),
+            is_cut=config.actor.layout.boxes > 1,
         )
         dispatch = self._dispatch = EpisodeDispatch(
             config, decision=decision, pending=pending, num_rows=num_rows

@@ -26,14 +26,34 @@ def plan_layout(config: Config) -> tuple[ProcessPlan, ...]:
 
     The round continues from one role to the next, so that the loads of two hosts with equal slots differ by at most one
     process. A host with more slots has turns of its own after those of the others.
+
+    Ranks of a state that is cut and held several times are neighbours where they hold the state together, so that the
+    holders of one part are on different hosts: four ranks with two parts are 0 and 1 on one host, 2 and 3 on the other. So
+    are ranks that compute a model together.
     """
     hosts = [f"host-{index}" for index in range(config.cluster.hosts)]
     plan = [ProcessPlan(process_id(Role.AGENT, index), Role.AGENT, host) for index, host in enumerate(hosts)]
     single = (Role.MASTER, Role.MANAGER) if has_servers(config) else (Role.MASTER,)
     plan += [ProcessPlan(process_id(role, 0), role, hosts[0]) for role in single]
     turn = cycle(_turns(config))
-    plan += [ProcessPlan(process_id(role, index), role, next(turn)) for role, index in _spread(config)]
-    return tuple(plan)
+    spread = [ProcessPlan(process_id(role, index), role, next(turn)) for role, index in _spread(config)]
+    layout = config.actor.layout
+    if layout.model_ranks > 1 or 1 < layout.shards < config.actor.workers:
+        spread = _together(spread)
+    return (*plan, *spread)
+
+
+def _together(plans: list[ProcessPlan]) -> list[ProcessPlan]:
+    """Give the hosts of the ranks to them in the order of the hosts; the other processes stay where they are."""
+    ranks = [plan for plan in plans if plan.role is Role.MODEL]
+    places = sorted((plan.host for plan in ranks), key=host_index)
+    moved = [msgspec.structs.replace(plan, host=host) for plan, host in zip(ranks, places, strict=True)]
+    return [*moved, *(plan for plan in plans if plan.role is not Role.MODEL)]
+
+
+def host_index(host: str) -> int:
+    """`host_index("host-12") == 12`."""
+    return int(host.rpartition("-")[2])
 
 
 def hosts_without_slots(config: Config) -> frozenset[str]:

@@ -56,8 +56,11 @@ class ProcessManager:
         pending: PendingRequests,
         start_timeout_s: float,
         no_slots: frozenset[str] = frozenset(),
+        is_cut: bool = False,
     ) -> None:
-        """`no_slots`: hosts that take no processes in place of others."""
+        """`no_slots`: hosts that take no processes in place of others. `is_cut`: each rank holds a part of the
+        state."""
+        self._is_cut = is_cut
         self._start_timeout_s = start_timeout_s
         self._no_slots = no_slots
         self.plans = {plan.process: plan for plan in layout if plan.role not in (Role.AGENT, Role.MASTER)}
@@ -219,14 +222,16 @@ class ProcessManager:
 
     def _host_for(self, plan: ProcessPlan) -> str | None:
         """Return the planned host if its agent is live and it can run the role, else the host with the fewest
-        processes."""
+        processes. A rank that holds a part of the state prefers the host where its snapshot is."""
         members = self._decision.state.members
         hosts = [members.members[agent].host for agent in members.live(Role.AGENT)]
         if plan.role in COMPUTE:
             # If no host has a working accelerator, the start fails there, and recovery chooses another strategy.
             hosts = [host for host in hosts if host not in self._excluded_hosts] or hosts
-        if plan.host in hosts:
-            return plan.host
+        home = self._decision.state.homes.get(plan.process) if self._is_cut else None
+        for preferred in (home, plan.host):
+            if preferred in hosts:
+                return preferred
         hosts = [host for host in hosts if host not in self._no_slots] or hosts
         busy = Counter(m.host for m in members.members.values() if m.status is not WorkerStatus.LOST)
         return min(hosts, key=lambda host: (busy[host], host), default=None)

@@ -38,6 +38,7 @@ from kintsugi.journal.facts import (
 )
 from kintsugi.run_folder.incidents import IncidentIndex
 from kintsugi.samples.ledger import Ledger
+from kintsugi.types import Role
 
 PAUSES_KEPT = 10_000
 EVALUATIONS_KEPT = 1_000
@@ -133,6 +134,7 @@ class _FoldedRun(msgspec.Struct, omit_defaults=True):
     open_incident: int
     return_points: dict[int, ReturnPoint] = {}
     session_began: float = 0.0
+    homes: dict[str, str] = {}
 
 
 class MasterState:
@@ -176,6 +178,8 @@ class MasterState:
         self.failed_save_step = -1
         self.digests: dict[int, str] = {}
         """Digest of the trainers' state, by step that a rollback can reach."""
+        self.homes: dict[str, str] = {}
+        """Rank → host on which it has committed a step last: there its snapshot is, whatever has become of it."""
         self.return_points: dict[int, ReturnPoint] = {}
         """Steps that a rollback can reach, though the samples since are not kept."""
         self.stop_reason: str | None = None
@@ -293,6 +297,8 @@ class MasterState:
     def _commit(self, fact: StepCommitted) -> None:
         self.step = fact.step
         self.digests[fact.step] = fact.state_digest
+        for rank in self.members.live(Role.MODEL):
+            self.homes[rank] = self.members.members[rank].host
         self.tallies.setdefault(self.stage, Tally()).add(fact.step, fact.metrics)
         if self.ledger.num_kept > SAMPLES_KEPT:
             self._forget_unsaved()

@@ -21,6 +21,7 @@ from kintsugi.telemetry.events import (
     AlertEvent,
     Event,
     FaultHandled,
+    HostLost,
     LeaseUnanswered,
     NoteEvent,
     ProcessBusy,
@@ -98,7 +99,8 @@ class LoggedMessage:
                 | SlowProcess()
                 | ProcessBusy()
                 | LeaseUnanswered()
-                | AcceleratorWarning() as alert
+                | AcceleratorWarning()
+                | HostLost() as alert
             ):
                 return alert.of
             case _:

@@ -8,7 +8,12 @@ from kintsugi.diagnosis.baseline import Baselines, usual
 from kintsugi.diagnosis.detectors.cross_process import common_silence, nothing_recorded
 from kintsugi.diagnosis.detectors.events import discrete_events
 from kintsugi.diagnosis.detectors.memory import MemoryDetector
-from kintsugi.diagnosis.detectors.network import has_unacknowledged, network_troubles
+from kintsugi.diagnosis.detectors.network import (
+    SAMPLE_S,
+    has_unacknowledged,
+    is_well_connected,
+    network_troubles,
+)
 from kintsugi.diagnosis.detectors.thresholds import deviations
 from kintsugi.diagnosis.evidence import MASTER, EvidenceBundle, known_role
 from kintsugi.diagnosis.findings import Finding, merged
@@ -36,7 +41,7 @@ quota held a process, or three connections of a process and hardly any other are
 BEFORE_S = 1.2
 """Clock errors and sampling may place an effect this much before its cause."""
 _K = FaultKind
-_GONE = frozenset({_K.KILLED, _K.CRASHED, _K.STOPPED, _K.HUNG})
+_GONE = frozenset({_K.KILLED, _K.CRASHED, _K.STOPPED, _K.HUNG, _K.HOST_LOST})
 _ENDS = frozenset({_K.KILLED, _K.CRASHED, _K.HUNG, _K.HANDOVER})
 _ENDED_OR_MISSED = frozenset({_K.KILLED, _K.HUNG, _K.NETWORK_CUT})
 """A killed process, and what others take it for until its end is reported."""
@@ -47,6 +52,9 @@ _SLOW = frozenset({_K.SLOW, _K.DEVICE})
 PATIENCE_S = {_K.SLOW: 4.5, _K.DEVICE: 4.6, _K.NETWORK_LOSS: 2.8, _K.DNS: 4.8}
 """Time before a finding of these kinds is named, in which an explanation or the faulty end may still show: readings
 come once a second, and three are needed to know that nothing is acknowledged."""
+CONNECTED_S = 3.0
+"""The same for a name that is not resolved, where the connections of the host are well: neither a cut nor losses will
+explain it."""
 UNACKNOWLEDGED_S = 8.0
 """The same where a connection of the process has unacknowledged segments."""
 _DISK = frozenset({_K.DISK_FULL, _K.DISK_SLOW, _K.DISK_ERROR})
@@ -92,6 +100,7 @@ EXPLAINS_LOCALLY: dict[FaultKind, frozenset[FaultKind]] = {
             _K.HUNG,
         }
     ),
+    _K.HOST_LOST: frozenset(_K) - {_K.HOST_LOST, _K.NUMERIC, _K.CORRUPTION, _K.DISK_FULL},
     _K.USER_CODE: frozenset({_K.SLOW, _K.CRASHED}),
     _K.HANDOVER: frozenset({_K.SLOW, _K.DEVICE_MEMORY}),
     _K.DNS: frozenset({_K.SLOW, _K.NETWORK_CUT}),
@@ -121,6 +130,7 @@ ADVICE: dict[FaultKind, str] = {
     _K.NUMERIC: "Take that process or its device out: it computes something else than its peers.",
     _K.HANDOVER: "Look at the process that did not answer: the device was passed on when its lease ended.",
     _K.SLOW: "Nothing on its host explains it: compare its device and its input with its peers'.",
+    _K.HOST_LOST: "Look at that machine and at its engine's log; the run goes on without it and starts it again.",
     _K.USER_CODE: "Read the reward, environment or agent program that is quoted here.",
 }
 
@@ -179,6 +189,10 @@ def _is_early(bundle: EvidenceBundle, finding: Finding, *, at: float) -> bool:
     if finding.is_fact:
         return False
     patience_s = PATIENCE_S.get(finding.kind, 0.0)
+    if finding.kind is _K.DNS and is_well_connected(
+        bundle, finding.process, since=finding.onset + SAMPLE_S, at=at
+    ):
+        patience_s = CONNECTED_S
     if finding.kind in _SLOW and has_unacknowledged(bundle, finding.process, at=at):
         patience_s = max(patience_s, UNACKNOWLEDGED_S)
     return at - finding.onset < patience_s
@@ -210,7 +224,11 @@ class _CausalOrder:
         """Return whether `other` is only an effect of `cause`."""
         if cause is other:
             return False
-        of_its_host = cause.of_host and self._bundle.host(cause.process) == self._bundle.host(other.process)
+        of_its_host = cause.of_host and (
+            self._bundle.host(cause.process) == self._bundle.host(other.process)
+            # Processes of a machine that is lost are on another one by now.
+            or (cause.kind is _K.HOST_LOST and other.process in cause.others)
+        )
         if cause.process == other.process or of_its_host:
             return self._explains_locally(cause, other)
         starts_after = other.onset >= cause.onset - BEFORE_S

@@ -44,6 +44,8 @@ class FaultKind(StrEnum):
     """A notification about a shared device did not arrive in time."""
     SLOW = "slow"
     """Far slower than its peers and its own past, and nothing local explains it."""
+    HOST_LOST = "host_lost"
+    """A machine is gone, with everything of the run on it."""
     USER_CODE = "user_code"
     """A reward, environment or agent program of the user."""
 

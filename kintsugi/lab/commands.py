@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kintsugi.config.recipe import load
+from kintsugi.config.recipe import Resolved, load
 from kintsugi.config.schema import Config
 from kintsugi.errors import UserError
 from kintsugi.lab.injector.injection import Ability
@@ -59,13 +59,27 @@ def new_folder(folder: Path | None, *, name: str, json: Path | None) -> Path:
 
 
 def run_experiments(
-    names: Sequence[str], *, profile: str, folder: Path | None, json: Path | None, say: Say
+    names: Sequence[str],
+    *,
+    profile: str,
+    folder: Path | None,
+    json: Path | None,
+    say: Say,
+    on: str | None = None,
+    place: Callable[[Resolved], Resolved] = lambda resolved: resolved,
 ) -> bool:
-    """Run experiments; return whether all results are as their files expect."""
+    """Run experiments, with `on` on other machines; return whether all results are as their files expect."""
     from kintsugi.lab.scenarios.runner import run_all
+    from kintsugi.lab.testbed.remote_hosts import commands_of
 
     pairs = chosen(names, profile=profile)
-    _check_abilities(pairs)
+    if on is not None:
+        pairs = [
+            (experiments.placed_elsewhere(loaded, each, on=on, place=place), each) for loaded, each in pairs
+        ]
+        commands_of(pairs[0][0].config)  # Refuses an engine before anything starts.
+    else:
+        _check_abilities(pairs)
     for loaded, _ in pairs:
         check_places(loaded.experiment.places, name=loaded.experiment.name, folder=folder)
     folder = new_folder(folder, name="lab", json=json)

@@ -85,6 +85,7 @@ MEANINGS: dict[FaultKind, str] = {
     FaultKind.DNS: "names could not be resolved",
     FaultKind.CORRUPTION: "its bytes were changed",
     FaultKind.NUMERIC: "it computed something wrong",
+    FaultKind.HOST_LOST: "its machine was gone",
     FaultKind.HANDOVER: "a notification about a shared device did not arrive",
 }
 

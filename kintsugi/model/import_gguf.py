@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-import numpy as np
 import torch
+from torch import Tensor
 
 from kintsugi.errors import ModelError
-from kintsugi.model import folder_files, huggingface
+from kintsugi.model import folder_files, gguf_blocks, huggingface
 from kintsugi.model.architecture import Family, ModelConfig, parameter_shapes
 from kintsugi.model.folder import (
     CONFIG_FILE,
@@ -135,18 +135,24 @@ def _import_gguf(source: Path, *, staged: Path, progress: Progress) -> None:
     config = gguf_config(file)
     wanted = parameter_shapes(config)
     tensors = _tensors_by_parameter(file, wanted=wanted)
-    read_tokenizer(file.metadata, where=source).save(staged)
     fields = {**config.to_huggingface(), "torch_dtype": "bfloat16"}
     (staged / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     with ExitStack() as stack:
         places = _create_weight_files(wanted, folder=staged, stack=stack)
         writer = _Writer(file, config=config, progress=progress, total=_BF16_BYTES * _count(wanted))
-        writer.write([(tensors[name], *places[name]) for name in wanted])
+        writer.write(
+            [(tensors[name], *places[name]) for name in wanted],
+            beside=lambda: _import_tokenizer(file, staged=staged),
+        )
     check_weights(staged, config=config)
-    Tokenizer.load(staged)
     for path in staged.iterdir():
         _sync(path)
     _sync(staged)
+
+
+def _import_tokenizer(file: GgufFile, *, staged: Path) -> None:
+    read_tokenizer(file.metadata, where=file.path).save(staged)
+    Tokenizer.load(staged)
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -281,21 +287,31 @@ class _Writer:
     """Dequantises tensors in pieces, by as many threads as there are CPUs, and writes them to their places."""
 
     def __init__(self, file: GgufFile, *, config: ModelConfig, progress: Progress, total: int) -> None:
-        self._content = np.memmap(file.path, mode="r", dtype=np.uint8)
-        self._config = config
+        self._file, self._config = file, config
         self._progress, self._total, self._done = progress, total, 0
         self._lock = threading.Lock()
 
-    def write(self, tensors: list[tuple[GgufTensor, int, int]]) -> None:
-        """Each tensor with the descriptor and position it goes to."""
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="import") as pool:
-            pieces = [piece for each in tensors for piece in self._pieces(*each)]
-            try:
-                for _ in pool.map(lambda piece: self._write_piece(*piece), pieces):
-                    pass
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+    def write(self, tensors: list[tuple[GgufTensor, int, int]], *, beside: Callable[[], object]) -> None:
+        """Each tensor with the descriptor and position it goes to. `beside` is called by one of the threads; what it
+        raises ends the import."""
+        num_cpus, num_threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+        source = os.open(self._file.path, os.O_RDONLY | os.O_CLOEXEC)
+        torch.set_num_threads(1)  # Each piece is the work of one thread.
+        try:
+            with ThreadPoolExecutor(num_cpus, thread_name_prefix="import") as pool:
+                try:
+                    first = pool.submit(beside)
+                    pieces = (piece for each in tensors for piece in self._pieces(*each))
+                    written = pool.map(lambda piece: self._write_piece(source, *piece), pieces)
+                    first.result()
+                    for _ in written:
+                        pass
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+        finally:
+            torch.set_num_threads(num_threads)
+            os.close(source)
 
     def _pieces(
         self, tensor: GgufTensor, descriptor: int, position: int
@@ -308,24 +324,30 @@ class _Writer:
             rows = range(start, min(num_rows, start + at_once))
             yield tensor, rows, descriptor, position + _BF16_BYTES * columns * start
 
-    def _write_piece(self, tensor: GgufTensor, rows: range, descriptor: int, position: int) -> None:
-        import gguf
-
-        num_rows = math.prod(tensor.shape[:-1])
-        row_bytes = tensor.size // num_rows
-        start = tensor.start + row_bytes * rows.start
-        raw = np.array(self._content[start : start + row_bytes * len(rows)]).reshape(len(rows), row_bytes)
-        values = gguf.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind))
-        values = values.reshape(len(rows), tensor.shape[-1])
+    def _write_piece(
+        self, source: int, tensor: GgufTensor, rows: range, descriptor: int, position: int
+    ) -> None:
+        row_bytes = tensor.size // math.prod(tensor.shape[:-1])
+        raw = torch.empty(len(rows), row_bytes, dtype=torch.uint8)
+        _read(source, raw.numpy().data.cast("B"), position=tensor.start + row_bytes * rows.start)
+        values = self._dequantised(raw, tensor).view(len(rows), tensor.shape[-1])
         if num_heads := self._num_heads(tensor):
             values = _in_halves(values, num_heads=num_heads)
-        data = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+        data = values.to(torch.bfloat16).view(torch.int16).numpy().data.cast("B")
         while data:
             written = os.pwrite(descriptor, data, position)
             data, position = data[written:], position + written
         with self._lock:
             self._done += _BF16_BYTES * len(rows) * tensor.shape[-1]
             self._progress(self._done, self._total)
+
+    def _dequantised(self, raw: Tensor, tensor: GgufTensor) -> Tensor:
+        """Values of whole rows, by the library `gguf` where a kind is rare."""
+        import gguf
+
+        kind = gguf.GGMLQuantizationType(tensor.kind)
+        found = gguf_blocks.values_of(raw, kind.name, block_bytes=gguf.GGML_QUANT_SIZES[kind][1])
+        return torch.from_numpy(gguf.dequantize(raw.numpy(), kind)) if found is None else found
 
     def _num_heads(self, tensor: GgufTensor) -> int:
         """Heads whose rows llama.cpp has reordered; 0 for other tensors."""
@@ -335,10 +357,18 @@ class _Writer:
         return heads.get(tensor.name.split(".")[-2], 0)
 
 
-def _in_halves(values: np.ndarray[Any, Any], *, num_heads: int) -> np.ndarray[Any, Any]:
+def _in_halves(values: Tensor, *, num_heads: int) -> Tensor:
     """Undo llama.cpp's order of the rows of a head, which puts the two rows of a rotary pair side by side."""
-    by_pair = values.reshape(num_heads, -1, 2, values.shape[-1])
-    return np.ascontiguousarray(by_pair.swapaxes(1, 2)).reshape(values.shape)
+    by_pair = values.view(num_heads, -1, 2, values.shape[-1])
+    return by_pair.transpose(1, 2).reshape(values.shape)
+
+
+def _read(descriptor: int, target: memoryview, *, position: int) -> None:
+    while target:
+        count = os.preadv(descriptor, [target], position)
+        if count == 0:
+            raise ModelError("the GGUF file became shorter while it was read")
+        target, position = target[count:], position + count
 
 
 def _sync(path: Path) -> None:

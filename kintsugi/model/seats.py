@@ -11,7 +11,9 @@ holds the whole state. Rank i holds box i modulo their number. Tensors vary fast
                     data-parallel        0        0        1        1        2        2        3        3
 
 Ranks with one data-parallel index compute the same samples together. Every box is held by `actor.layout.replicas`
-ranks. A process keeps its box for the whole run: a replacement finds the box that the lost rank left.
+ranks. A process keeps its box for the whole run: a replacement finds the box that the lost rank left. Without stages
+and tensors a group is any set of ranks that together hold every box, some of them perhaps more often than others; with
+them it is all ranks.
 
 The digest of the whole state is that of its boxes, in their order: "9f…" of one box, "9f….07…" of two shards,
 "1x2x1:9f….07…" of two stages.
@@ -159,6 +161,34 @@ def speakers(ranks: Sequence[str], mesh: Mesh) -> frozenset[str]:
     ['model-1', 'model-3']
     """
     return frozenset(name for name in ranks if seat_of(name, mesh).is_last)
+
+
+def without_holder(ranks: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
+    """Boxes that none of these ranks holds.
+
+    >>> without_holder(["model-0", "model-2"], Mesh(2)), without_holder(["model-0", "model-3"], Mesh(2))
+    (('1/2',), ())
+    """
+    held = {seat_of(name, mesh).number for name in ranks}
+    return tuple(mesh.seat(box).box for box in range(mesh.boxes) if box not in held)
+
+
+def sources_of(ranks: Sequence[str], mesh: Mesh) -> list[list[int]]:
+    """For each rank of a data column, the rank from which it takes each shard: itself, else one of its own replica,
+    else one of those that hold the shard, in turn.
+
+    >>> sources_of(["model-0", "model-2", "model-3"], Mesh(2))
+    [[0, 2], [1, 2], [1, 2]]
+    """
+    shards = [seat_of(name, mesh).shard for name in ranks]
+    replicas = [replica_of(name, mesh) for name in ranks]
+
+    def source(rank: int, shard: int) -> int:
+        holders = [other for other, held in enumerate(shards) if held == shard]
+        near = [other for other in holders if replicas[other] == replicas[rank]]
+        return rank if rank in holders else next(iter(near), holders[rank % len(holders)])
+
+    return [[source(rank, shard) for shard in range(mesh.shards)] for rank in range(len(ranks))]
 
 
 def joined(digests: Mapping[str, str], mesh: Mesh) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kintsugi.protocol.body import MessageBody
+from kintsugi.protocol.bulk import BulkOffer
 
 PART_BYTES = 1 << 20
 """Bytes of a file in one message: a reply of this size is kept, and sent again if it is lost."""
@@ -43,6 +44,9 @@ class JoinHost(MessageBody, frozen=True):
 
     facts: HostFacts
     public_key: bytes
+    listener: int = 0
+    """Port at the host's address that accepts connections during this request: whether the others can reach the host is
+    tried before it takes part."""
 
 
 class RunFile(msgspec.Struct, frozen=True):
@@ -72,7 +76,13 @@ class HostBeat(MessageBody, frozen=True):
     """Its agent has ended in order, or can not be started again; this is its last message."""
     failure: str = ""
     """Why the host can not go on; empty after an orderly end."""
+    leaving: str = ""
+    """Why it is to end soon, although it still runs: its engine has asked it to by a signal."""
     wall: float = 0.0
+    clock_s: float | None = None
+    """Seconds by which its clock is ahead of the launcher's, by the fastest round trip; None before the first."""
+    clock_error_s: float = 0.0
+    """Bound of the error of that."""
 
 
 class HostOrders(MessageBody, frozen=True):
@@ -80,11 +90,12 @@ class HostOrders(MessageBody, frozen=True):
 
     end: bool = False
     """End the processes of this host."""
+    wall: float = 0.0
+    """Wall clock of the launcher's machine."""
 
 
 class FetchFile(MessageBody, frozen=True):
-    """Request the bytes of a file from an offset on: by digest of the host manager, by path of the agent beside the
-    master."""
+    """Request the bytes of a file, by its digest, from an offset on."""
 
     name: str
     offset: int = 0
@@ -98,13 +109,15 @@ class FilePart(MessageBody, frozen=True):
 
 
 class ListFiles(MessageBody, frozen=True):
-    """Request the files of a folder in `checkpoints/`."""
+    """Request the files of a folder in `checkpoints/`, and an offer of them."""
 
     folder: str
 
 
 class FilesListed(MessageBody, frozen=True):
     sizes: dict[str, int]
+    """Name → size, in the order of the indices of the offer."""
+    offer: BulkOffer
 
 
 class MirrorFiles(MessageBody, frozen=True):
@@ -116,12 +129,19 @@ class MirrorFiles(MessageBody, frozen=True):
 
 
 class StoreFile(MessageBody, frozen=True):
-    """Write bytes of a file of a checkpoint that is on its way to the run folder."""
+    """Fetch a part of a file of a checkpoint that is on its way to the run folder, and write it there. Pieces of it
+    that are there from an earlier attempt, by their digests, are not fetched again."""
 
     step: int
     name: str
-    offset: int = 0
-    content: bytes = b""
+    size: int
+    """Size of the whole file."""
+    offset: int
+    digests: tuple[str, ...]
+    """Digest of every piece of the part (`bulk.files.FILE_PIECE_BYTES`); the last one may be shorter."""
+    offer: BulkOffer
+    index: int
+    """Index of the file in the offer."""
 
 
 class KeepCheckpoint(MessageBody, frozen=True):

@@ -37,7 +37,7 @@ One module per link holds the structs. Nothing is pickled or evaluated; decoding
 | JoinHost                         | supervisor → host_manager | HostJoined    |
 | HostBeat                         | supervisor → host_manager | HostOrders    |
 | MirrorFiles                      | supervisor → host_manager | Ok            |
-| FetchFile                        | supervisor → host_manager, model → agent | FilePart                 |
+| FetchFile                        | supervisor → host_manager | FilePart      |
 | ListFiles                        | model → agent        | FilesListed        |
 | StoreFile                        | model → agent        | Ok                 |
 | KeepCheckpoint                   | model → agent        | CheckpointKept     |

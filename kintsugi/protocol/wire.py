@@ -121,7 +121,7 @@ ALLOWED_SENDERS: dict[type[Body], frozenset[Role]] = {
     hosts.JoinHost: _SUPERVISOR,
     hosts.HostBeat: _SUPERVISOR,
     hosts.MirrorFiles: _SUPERVISOR,
-    hosts.FetchFile: _SUPERVISOR | _MODEL,
+    hosts.FetchFile: _SUPERVISOR,
     hosts.ListFiles: _MODEL,
     hosts.StoreFile: _MODEL,
     hosts.KeepCheckpoint: _MODEL,

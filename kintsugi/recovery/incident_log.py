@@ -51,6 +51,8 @@ class Incident:
         """Live process → number of operations that failed there."""
         self.repairs = 0
         """Number of repairs that failed since the last rollback."""
+        self.sent_home: set[str] = set()
+        """Ranks that were started again on the host of their snapshot."""
         self.fell_back = False
         """Whether the run has already returned to an earlier step."""
 
@@ -117,7 +119,7 @@ class IncidentLog:
         living: tuple[str, ...],
         replacements_fail: bool,
         step_s: float,
-        boxes: int = 1,
+        uncovered: tuple[str, ...] = (),
     ) -> FaultSituation:
         """Return the situation from which a strategy is chosen."""
         current = self.current
@@ -133,7 +135,7 @@ class IncidentLog:
             replacements_fail=replacements_fail,
             start_s=self.start_s,
             step_s=step_s,
-            boxes=boxes,
+            uncovered=uncovered,
         )
 
     def close(self) -> None:

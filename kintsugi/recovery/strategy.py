@@ -5,7 +5,8 @@ Strategies in their order; each is tried when the one before cannot help:
     continue   only the master was lost: its successor takes the group over, and the step under way goes on
     retry      no rank is lost: every rank returns to the agreed step and repeats it
     recover    lost ranks are replaced; their state comes from a snapshot or a replica
-    elastic    no replacement starts: the live ranks continue, and the group grows back later
+    elastic    no replacement starts: the live ranks continue, and the group grows back later; if the state is cut, only
+               while each of its parts has a rank
     dump       nothing helps: the last good state is written as a checkpoint
     exit       the run ends with the first fault as its cause
 
@@ -83,8 +84,8 @@ class FaultSituation(msgspec.Struct, frozen=True):
     """Duration of the last start of a replacement, or an estimate."""
     step_s: float
     """Duration of a step."""
-    boxes: int = 1
-    """Parts into which the state is cut, each held by some of the ranks only."""
+    uncovered: tuple[str, ...] = ()
+    """Parts of a state that is cut which none of the live ranks is there to hold."""
 
 
 class RecoveryOption(msgspec.Struct, frozen=True):
@@ -155,8 +156,8 @@ def _elastic(situation: FaultSituation) -> RecoveryOption:
     why = unrecoverable_reason(situation)
     if not why and not situation.living:
         why = "no rank lives"
-    if not why and situation.boxes > 1:
-        why = f"the state is cut into {situation.boxes} parts, one for each rank of a group"
+    if not why and situation.uncovered:
+        why = f"no rank is left for part {', '.join(situation.uncovered)} of the state"
     more = len(situation.missing) / max(1, len(situation.living))
     lasting = f"then every step up to {more:.0%} longer" if situation.missing else ""
     return RecoveryOption(Strategy.ELASTIC, situation.step_s, why, lasting)

@@ -98,6 +98,17 @@ class Child:
             self.pidfd = -1
 
 
+def hold_started(popen: subprocess.Popen[bytes]) -> Child:
+    """Hold a process that was just started. One that can not be held, as on a host without descriptors, is ended: no
+    other part of the program would know of it."""
+    try:
+        return Child(pid=popen.pid, pidfd=os.pidfd_open(popen.pid), popen=popen)
+    except OSError:
+        popen.kill()
+        popen.wait()
+        raise
+
+
 class Processes(Protocol):
     """Starts and adopts processes."""
 
@@ -141,7 +152,7 @@ class SystemProcesses:
             preexec_fn=before_exec,  # noqa: PLW1509 - callers that pass one have a single thread
             start_new_session=new_session,
         )
-        return Child(pid=popen.pid, pidfd=os.pidfd_open(popen.pid), popen=popen)
+        return hold_started(popen)
 
     def adopt(self, pid: int) -> Child:
         """Hold a process that another process started; raises ProcessLookupError when there is none."""

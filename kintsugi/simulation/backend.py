@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kintsugi.cluster.backends.contract import HostCame, HostEvent, HostOrder, HostWent
+from kintsugi.cluster.backends.contract import HostCame, HostEvent, HostLeaves, HostOrder, HostWent
 from kintsugi.simulation.world import World
 
 START_S = (0.2, 3.0)
@@ -69,6 +69,9 @@ class SimulatedBackend:
         if (machine := self._taken.pop(order.host, None)) is not None:
             self._free.append(machine)
         self._start(order)
+
+    def asked_to_end(self, host: str, why: str) -> None:
+        self._events.append(HostLeaves(host, why))
 
     def give_back(self, *, timeout_s: float) -> None:
         self._free += self._taken.values()

@@ -38,7 +38,7 @@ from kintsugi.recovery.rank import Flow
 from kintsugi.runtime.processes import SystemProcesses
 from kintsugi.simulation.cluster import SimulatedCluster, SimulationOutcome, undisturbed
 from kintsugi.simulation.coverage import Coverage, Pair
-from kintsugi.simulation.faults import SimulatedFaultPlan, draw_faults, draw_scalings
+from kintsugi.simulation.faults import SimulatedFaultPlan, draw_absences, draw_faults, draw_scalings
 from kintsugi.simulation.invariants import Reference
 from kintsugi.simulation.master import NewMaster
 from kintsugi.simulation.targeted_faults import aim
@@ -130,14 +130,17 @@ def simulated_config(
     is_busy: bool = False,
     asynchrony: AsynchronySection = SYNCHRONOUS,
     shards: int = 1,
+    layout: SimulatedLayout | None = None,
 ) -> Config:
     """Return the configuration of a run of ten steps of eight samples on two hosts; more workers are spread over more
-    hosts. `shards`: the parts into which the state is cut.
+    hosts. `shards`: the parts into which the state is cut; or `layout`, which tells the number of ranks as well.
 
     A busy run evaluates in the middle of its main stage too, and saves more often.
     """
-    ranks = max(2, min(num_workers // 3, 64))
+    ranks, hosts = max(2, min(num_workers // 3, 64)), max(2, num_workers // 100)
     ranks += -ranks % shards
+    if layout is not None:
+        ranks, shards, hosts = layout.ranks, layout.shards, layout.hosts
     servers = max(2, min(num_workers // 3, 64 + num_workers // 100))
     rollouts = max(2, num_workers - ranks - servers)
     groups = max(4, rollouts // 16)
@@ -152,8 +155,27 @@ def simulated_config(
         rollout=RolloutSection(workers=rollouts),
         asynchrony=asynchrony,
         generation=GenerationSection(servers=servers),
-        cluster=ClusterSection(hosts=max(2, num_workers // 100), start_timeout_s=20.0),
+        cluster=ClusterSection(hosts=hosts, start_timeout_s=20.0),
     )
+
+
+class SimulatedLayout(msgspec.Struct, frozen=True):
+    """Ranks of a simulated run, the parts of their state, and the hosts that all processes are spread over."""
+
+    ranks: int
+    shards: int
+    hosts: int
+
+
+LAYOUTS = ((2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 2), (4, 4), (6, 2), (6, 3))
+"""Ranks and shards."""
+
+
+def layout_of(seed: int) -> SimulatedLayout:
+    """Draw the layout of a run."""
+    draw = random.Random(f"layout {seed}")
+    ranks, shards = draw.choice(LAYOUTS)
+    return SimulatedLayout(ranks, shards, draw.choice((2, 2, 3)))
 
 
 class RunShape(msgspec.Struct, frozen=True):
@@ -163,6 +185,8 @@ class RunShape(msgspec.Struct, frozen=True):
     is_busy: bool
     variant: AlgorithmSection
     asynchrony: AsynchronySection
+    layout: SimulatedLayout | None = None
+    """None: that of all runs of the campaign."""
 
 
 def shape_of(seed: int) -> RunShape:
@@ -175,20 +199,26 @@ def shape_of(seed: int) -> RunShape:
     return RunShape(flow, is_busy, variant, draw.choice(ASYNCHRONOUS) if is_ahead else SYNCHRONOUS)
 
 
-def draw_plan(seed: int, layout: Sequence[ProcessPlan], *, num_steps: int) -> SimulatedFaultPlan:
-    """Return all faults of the run of a seed."""
+def draw_plan(
+    seed: int, layout: Sequence[ProcessPlan], *, num_steps: int, with_absences: bool = False
+) -> SimulatedFaultPlan:
+    """Return all faults of the run of a seed. `with_absences`: in every fourth run ranks can not be started for a
+    while."""
     draw = random.Random(f"plan {seed}")
     plan = draw_faults(draw, layout, num_steps=num_steps)
     aim(draw, plan, seed, layout)
     draw_scalings(random.Random(f"scalings {seed}"), plan, layout, num_steps=num_steps)
+    if with_absences:
+        draw_absences(random.Random(f"absences {seed}"), plan, layout, num_steps=num_steps)
     return plan
 
 
 class Runner:
     """Runs seeds; the fault-free run of each shape is made once."""
 
-    def __init__(self, *, num_workers: int = 6, shards: int = 1) -> None:
-        self._num_workers, self._shards = num_workers, shards
+    def __init__(self, *, num_workers: int = 6, shards: int = 1, draws_layouts: bool = False) -> None:
+        """`draws_layouts`: every seed has a layout of its own, instead of these shards."""
+        self._num_workers, self._shards, self._draws_layouts = num_workers, shards, draws_layouts
         self._references: dict[RunShape, tuple[Config, Reference]] = {}
 
     def run(
@@ -201,6 +231,8 @@ class Runner:
     ) -> SimulationOutcome:
         """Run one seed, optionally with a modified master that should fail."""
         shape = shape_of(seed)
+        if self._draws_layouts:
+            shape = msgspec.structs.replace(shape, layout=layout_of(seed))
         if shape not in self._references:
             config = simulated_config(
                 self._num_workers,
@@ -208,6 +240,7 @@ class Runner:
                 is_busy=shape.is_busy,
                 asynchrony=shape.asynchrony,
                 shards=self._shards,
+                layout=shape.layout,
             )
             self._references[shape] = config, undisturbed(config, flow=shape.flow)
         config, reference = self._references[shape]
@@ -220,7 +253,9 @@ class Runner:
             keep_trace=keep_trace,
             new_master=new_master,
         )
-        cluster.injector.take(draw_plan(seed, cluster.layout, num_steps=10))
+        cluster.injector.take(
+            draw_plan(seed, cluster.layout, num_steps=10, with_absences=self._draws_layouts)
+        )
         return cluster.run()
 
     def run_all(self, first: int, count: int) -> CampaignFigures:
@@ -249,7 +284,8 @@ class Runner:
     def replay_command(self, seed: int) -> str:
         workers = f" --workers {self._num_workers}" if self._num_workers != 6 else ""
         shards = f" --shards {self._shards}" if self._shards != 1 else ""
-        return f"kintsugi simulate --replay {seed}{workers}{shards} --trace"
+        layouts = " --layouts" if self._draws_layouts else ""
+        return f"kintsugi simulate --replay {seed}{workers}{shards}{layouts} --trace"
 
 
 def summary_of(seed: int, outcome: SimulationOutcome) -> str:
@@ -268,15 +304,22 @@ def summary_of(seed: int, outcome: SimulationOutcome) -> str:
 
 
 def run_campaign(
-    *, first: int, count: int, num_workers: int = 6, num_processes: int = 0, shards: int = 1
+    *,
+    first: int,
+    count: int,
+    num_workers: int = 6,
+    num_processes: int = 0,
+    shards: int = 1,
+    draws_layouts: bool = False,
 ) -> dict[str, object]:
     """Run seeds over several processes and return the report."""
     num_processes = min(num_processes or os.cpu_count() or 1, max(1, count))
     since = time.monotonic()
     if num_processes == 1:
-        parts = [Runner(num_workers=num_workers, shards=shards).run_all(first, count)]
+        runner = Runner(num_workers=num_workers, shards=shards, draws_layouts=draws_layouts)
+        parts = [runner.run_all(first, count)]
     else:
-        sizes = [str(num_workers), str(shards)]
+        sizes = [str(num_workers), str(shards), str(int(draws_layouts))]
         parts = _run_parts(first, count, sizes=sizes, num_processes=num_processes)
     wall_s = time.monotonic() - since
     total, coverage = CampaignFigures(), Coverage()
@@ -332,9 +375,10 @@ def _run_parts(first: int, count: int, *, sizes: list[str], num_processes: int) 
 
 
 def main(arguments: list[str]) -> int:
-    """Run a part. Arguments: first seed, number of seeds, workers, shards, file for the results."""
-    first, count, num_workers, shards, path = arguments
-    runner = Runner(num_workers=int(num_workers), shards=int(shards))
+    """Run a part. Arguments: first seed, number of seeds, workers, shards, whether layouts are drawn (0 or 1), file for
+    the results."""
+    first, count, num_workers, shards, draws_layouts, path = arguments
+    runner = Runner(num_workers=int(num_workers), shards=int(shards), draws_layouts=bool(int(draws_layouts)))
     figures = runner.run_all(int(first), int(count))
     Path(path).write_bytes(msgspec.json.encode(figures))
     return 0

@@ -149,6 +149,31 @@ def draw_scalings(
             plan.faults.append(hit)
 
 
+def draw_absences(
+    draw: random.Random, plan: SimulatedFaultPlan, layout: Sequence[ProcessPlan], *, num_steps: int
+) -> None:
+    """In every fourth run lose some ranks in the middle of a step whose replacements can not be started for a while, on
+    any host: the others may go on without them."""
+    if draw.random() >= 0.25:
+        return
+    ranks = named(layout, Role.MODEL)
+    step = draw.randint(0, num_steps - 3)
+    for rank in draw.sample(ranks, draw.randint(1, len(ranks) - 1)):
+        for agent in named(layout, Role.AGENT):
+            plan.faults.append(
+                PlannedSimFault(
+                    SimulatedFaultKind.FAIL,
+                    agent,
+                    "StartProcess",
+                    "collecting",
+                    step,
+                    about=rank,
+                    times=draw.choice((3, 4, 5)),
+                )
+            )
+        plan.faults.append(PlannedSimFault(SimulatedFaultKind.KILL, rank, state="collecting", step=step))
+
+
 def named(layout: Sequence[ProcessPlan], *roles: Role) -> list[str]:
     return [plan.process for plan in layout if plan.role in roles]
 

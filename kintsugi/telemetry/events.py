@@ -152,6 +152,15 @@ class AcceleratorWarning(Alert, frozen=True, kw_only=True):
     """The processes on it are replaced; each loss has a fault of its own."""
 
 
+class HostLost(Alert, frozen=True, kw_only=True):
+    """A machine of the run, or everything of the run on it, is gone: its connection was closed, or its engine says so.
+    One that is only silent may be cut off instead, and has a plain alert."""
+
+    of: str
+    """The agent of the host."""
+    host: str
+
+
 class UpdateSkipped(Alert, frozen=True):
     """An optimizer update was skipped because its gradient was not finite."""
 
@@ -242,6 +251,7 @@ AlertEvent = (
     | ProcessBusy
     | LeaseUnanswered
     | AcceleratorWarning
+    | HostLost
     | UpdateSkipped
 )
 NoteEvent = (

@@ -15,15 +15,17 @@ after each update, and when a group has returned to a committed step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from msgspec.structs import replace
+
 from kintsugi.checkpoint.store import PART_MARK
 from kintsugi.errors import IntegrityError
 from kintsugi.model.arrays import Array, namespace, zeros
-from kintsugi.model.seats import WHOLE, Seat, replica_of, seat_of
+from kintsugi.model.seats import WHOLE, Seat, seat_of, sources_of
 from kintsugi.training.group import Group, Groups
 from kintsugi.training.layout import ALIGNMENT, Layout, LayoutPart
 from kintsugi.training.norms import gradient_norm
@@ -197,7 +199,7 @@ class Box:
         if self.is_whole:
             return None
         shards = self.seat.shards
-        self.holders(group)
+        self._check(group)
         boxes = tuple(seat_of(name, self.seat.mesh).shard for name in group.ranks)
         first = self.layout.parts[part].start
         pieces = (
@@ -207,19 +209,10 @@ class Box:
         )
         return Cut(boxes, tuple(tuple(_moved(each, -first) for each in piece) for piece in pieces))
 
-    def holders(self, group: Group) -> list[int | None]:
-        """Which box of this rank's replica each rank of the group holds; None for ranks of other replicas."""
-        shards, mesh = self.seat.shards, self.seat.mesh
-        mine = replica_of(group.ranks[group.rank], mesh)
-        holders = [
-            seat_of(name, mesh).shard if replica_of(name, mesh) == mine else None for name in group.ranks
-        ]
-        found = [shard for shard in holders if shard is not None]
-        if sorted(found) != list(range(shards)):
-            raise IntegrityError(
-                f"expected one rank for each of {shards} boxes among {', '.join(group.ranks)}, found boxes {found}"
-            )
-        return holders
+    def counted(self, world: Group) -> list[int]:
+        """One of all ranks for each box."""
+        numbers = [seat_of(name, self.seat.mesh).number for name in world.ranks]
+        return [numbers.index(box) for box in range(self.seat.boxes)]
 
     def norm(self, part: str, gradient: Any, groups: Groups | None) -> float:
         """Norm of the gradient of one model, of which this rank has the box. A collective where it does not have
@@ -227,14 +220,12 @@ class Box:
         if self.seat.is_whole:
             return gradient_norm([gradient])
         assert groups is not None, "the norm of several boxes is summed over the ranks"
-        world, mesh = groups.world, self.seat.mesh
-        mine = replica_of(world.ranks[world.rank], mesh)
-        counted = [rank for rank, name in enumerate(world.ranks) if replica_of(name, mesh) == mine]
         slices, shared = self._slices_and_shared(part, gradient)
         if groups.tensors is not None:
             self._check_shared(shared, groups.tensors)
         own = [*slices, *shared] if self.seat.tensor == 0 else slices
-        return gradient_norm(own, group=world, counted=counted, timeout_s=GATHER_TIMEOUT_S)
+        counted = self.counted(groups.world)
+        return gradient_norm(own, group=groups.world, counted=counted, timeout_s=GATHER_TIMEOUT_S)
 
     def _slices_and_shared(self, part: str, gradient: Any) -> tuple[list[Any], list[Any]]:
         """Elements of the box's gradient that are only here among the tensor ranks, and those that all of them have."""
@@ -262,13 +253,25 @@ class Box:
             )
 
     def gather(self, weights: Any, *, into: Any, group: Group, parts: tuple[str, ...]) -> None:
-        """Complete the weights of these models in the type in which they compute, from the boxes of the ranks that hold
-        the whole state together. A collective: all ranks of the group take part."""
-        holders = self.holders(group)
+        """Complete the weights of these models in the type in which they compute, from the boxes of all ranks. A
+        collective: all ranks of the group take part."""
+        self._check(group)
+        sources = sources_of(group.ranks, self.seat.mesh)
         for part in parts:
             for stretch in self.stretches(part):
                 for number in range(stretch.num_pieces):
-                    self._gather_piece(stretch, number, weights, into=into, group=group, holders=holders)
+                    self._gather_piece(stretch, number, weights, into=into, group=group, sources=sources)
+
+    def _check(self, group: Group) -> None:
+        """Raise IntegrityError unless every box has a holder in the group."""
+        held = {seat_of(name, self.seat.mesh).shard for name in group.ranks}
+        seats = (replace(self.seat, shard=shard) for shard in range(self.seat.shards) if shard not in held)
+        missing = [seat.box for seat in seats]
+        if missing:
+            raise IntegrityError(
+                f"expected a rank for each of {self.seat.shards} boxes among {', '.join(group.ranks)}, "
+                f"found none for {', '.join(missing)}"
+            )
 
     def _gather_piece(
         self,
@@ -278,30 +281,33 @@ class Box:
         *,
         into: Any,
         group: Group,
-        holders: list[int | None],
+        sources: Sequence[Sequence[int]],
     ) -> None:
         """Exchange one piece of every shard's part of a stretch."""
         import torch  # No other framework cuts its state.
 
-        def piece(shard: int | None) -> range:
-            return range(0) if shard is None else stretch.piece(shard, number)
-
-        itemsize, mine = into.element_size(), piece(self.seat.shard)
+        pieces = [stretch.piece(shard, number) for shard in range(self.seat.shards)]
+        itemsize, mine = into.element_size(), pieces[self.seat.shard]
         place = stretch.place + mine.start - stretch.own.start
         own = weights[place : place + len(mine)].to(into.dtype).view(torch.uint8)
+        # Every rank holds one box, so the sources of a rank are as many ranks as there are boxes.
+        takes = [found[self.seat.shard] == group.rank for found in sources]
+        boxes = {source: shard for shard, source in enumerate(sources[group.rank])}
         incoming = group.all_to_all(
-            own.repeat(sum(holder is not None for holder in holders)),
-            sent=[0 if holder is None else own.numel() for holder in holders],
-            received=[itemsize * len(piece(holder)) for holder in holders],
+            own.repeat(sum(takes)),
+            sent=[own.numel() if each else 0 for each in takes],
+            received=[
+                itemsize * len(pieces[boxes[rank]]) if rank in boxes else 0 for rank in range(group.size)
+            ],
             timeout_s=GATHER_TIMEOUT_S,
         )
         start = 0
-        for holder in holders:
-            where = piece(holder)
+        for rank in sorted(boxes):
+            where = pieces[boxes[rank]]
+            end = start + itemsize * len(where)
             if where:
-                end = start + itemsize * len(where)
                 into[where.start : where.stop] = _typed(incoming[start:end], like=into)
-                start = end
+            start = end
 
 
 def _moved(elements: range, by: int) -> range:

@@ -165,7 +165,7 @@ class CheckpointSaver:
             step=held.counters.step,
             stage=held.counters.stage,
             state=held.tensors,
-            extra=msgspec.to_builtins(_counters(held)),
+            extra=msgspec.to_builtins(saved_counters(held)),
             model_files=self._model_files(held, others),
             keep=self._keep if self._delivery is None else 1,
             best_steps=request.best_steps,
@@ -198,7 +198,7 @@ class CheckpointSaver:
             self._emit(Alert(message, {"step": held.counters.step, "stalled_s": stalled_s}))
 
 
-def _counters(held: HeldState) -> CopyCounters:
+def saved_counters(held: HeldState) -> CopyCounters:
     """Counters of the whole state: the digest of a reference that is cut over ranks is that of a part."""
     is_cut = held.seat.mesh.model_ranks > 1
     return msgspec.structs.replace(held.counters, reference="") if is_cut else held.counters

@@ -249,7 +249,9 @@ class TrainingState(RankState):
         if not self._box.is_whole:
             self._gather(groups.data, part)
         squares = torch.stack((_norm(self._some_weights(part) - before), _norm(before))).square()
-        changed, held = groups.world.all_gather(squares, timeout_s=GATHER_TIMEOUT_S).sum(dim=0).sqrt()
+        world = groups.world
+        gathered = world.all_gather(squares, timeout_s=GATHER_TIMEOUT_S)[self._box.counted(world)]
+        changed, held = gathered.sum(dim=0).sqrt()
         return _relative(changed, held)
 
     def _whole_by_name(self, reference: Tensor | None) -> dict[str, Tensor]:

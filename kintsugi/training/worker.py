@@ -516,9 +516,9 @@ class ModelWorker:
 
     def _load_state(self, step: int, source: str) -> tuple[StoredState, CopyCounters]:
         if self._shell.peer(source) is None:
-            path = (
-                Path(source) if self._delivery is None else self._delivery.fetch(Path(source), ask=self._ask)
-            )
+            path = Path(source)
+            if self._delivery is not None:
+                path = self._delivery.fetch(path, ask=self._ask, check=self._check)
             stored, counters = load_checkpoint(path, on_bytes=lambda size: COUNTERS.add("bytes_loaded", size))
             return stored, msgspec.convert(counters, CopyCounters)
         owner = self._shell.process if role_of(source) is Role.AGENT else ""
@@ -679,11 +679,13 @@ def open_publisher(
     )
 
 
-def open_delivery(shell: Shell) -> CheckpointDelivery:
+def open_delivery(shell: Shell, bulk: BulkEndpoint) -> CheckpointDelivery:
     """Create what brings checkpoints to and from the run folder of another host."""
     own = shell.bootstrap
     folder = RunFolder(own.run_dir).checkpoints_folder
-    return CheckpointDelivery(shell.call, agent=own.run_folder_agent, folder=folder)
+    return CheckpointDelivery(
+        shell.call, bulk, process=own.process, agent=own.run_folder_agent, folder=folder
+    )
 
 
 def main(bootstrap: Bootstrap) -> int:
@@ -725,7 +727,7 @@ def main(bootstrap: Bootstrap) -> int:
                 renew=segments.renew if segments is not None else lambda: None,
                 lease_guard=DeviceLeaseGuard(lease),
                 is_blank=is_blank,
-                delivery=open_delivery(shell) if bootstrap.run_folder_agent else None,
+                delivery=open_delivery(shell, bulk) if bootstrap.run_folder_agent else None,
             )
             if state.why_private:
                 shell.events.emit(Note(f"snapshots of the state end with this process: {state.why_private}"))

@@ -5,7 +5,7 @@
 
 A place is the distance from the element before, 1 to 256; an element that did not change fills a longer gap. Training
 in bfloat16 changes few elements per step, spread over all pieces: one of a hundred takes about 1.6 % of the bytes.
-What a difference leads to has the digest of the version, like bytes that came whole.
+The piece that results has to have the digest of the version, like a piece that is fetched whole.
 """
 
 from __future__ import annotations

@@ -10,29 +10,29 @@ import threading
 from dataclasses import dataclass
 
 MAX_SHARE = 0.5
-"""A difference of more of the bytes is not made."""
+"""Largest size of a difference, as a share of the bytes of its version; a larger one is not made."""
 MAX_SKIPPED = 64
-"""Longest series of versions for which a difference that did not pay is not asked for again."""
+"""Most versions in a row for which no difference is asked for, after differences that took longer than the whole."""
 MIN_MEASURED_BYTES = 1 << 20
-"""Fewer bytes say nothing about a rate."""
+"""Smallest transfer from which a rate is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaCost:
-    """Measured with the last difference, per byte of the whole version."""
+    """Cost of the last difference, in seconds per byte of the whole version."""
 
     share: float
-    """Bytes of the difference."""
+    """Bytes of the difference, per byte of the version."""
     made_s: float
     applied_s: float
 
     def per_byte(self, link_s: float) -> float:
-        """Seconds by a link that takes this long per byte."""
+        """Seconds per byte of the version over a link that takes `link_s` per byte."""
         return self.made_s + self.share * link_s + self.applied_s
 
 
 class DeltaChoice:
-    """Called by the threads that fetch."""
+    """Rates measured so far, and the choice that follows from them. Called by the threads that fetch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

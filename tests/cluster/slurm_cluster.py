@@ -51,7 +51,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=2,preempt_send_user_signal
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=2{scheduling}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
@@ -65,7 +65,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 PropagateResourceLimits=NONE
 {nodes}
-PartitionName=main Nodes=n[1-{count}] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=main Nodes=n[1-{count}] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace_s}
 PartitionName=urgent Nodes=n[1-{count}] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 PartitionName=small Nodes=n[1-{count}] MaxTime=10 MaxNodes=1 State=UP PriorityTier=1
 """
@@ -92,6 +92,7 @@ class SlurmCluster:
     def __init__(
         self, folder: Path, *, count: int, proctrack: str = "proctrack/linuxproc", node_timeout_s: int = 30
     ) -> None:
+        """`set_preemption` changes what a job of a higher priority does to others."""
         self.mark = uuid4().hex
         self.runs = folder / "runs"
         self._folder = folder / "slurm"
@@ -110,16 +111,15 @@ class SlurmCluster:
             NODE.format(number=number, address=addresses[f"n{number}"]) for number in range(1, count + 1)
         )
         self.conf = self._folder / "slurm.conf"
-        self.conf.write_text(
-            CONF.format(
-                head=addresses["n0"],
-                folder=self._folder,
-                nodes=nodes,
-                count=count,
-                proctrack=proctrack,
-                node_timeout_s=node_timeout_s,
-            )
-        )
+        self._settings = {
+            "head": addresses["n0"],
+            "folder": self._folder,
+            "nodes": nodes,
+            "count": count,
+            "proctrack": proctrack,
+            "node_timeout_s": node_timeout_s,
+        }
+        self._write_conf(grace_s=60, warns_script=True)
         (self._folder / "cgroup.conf").write_text(
             "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nCgroupAutomount=no\n"
         )
@@ -171,6 +171,16 @@ class SlurmCluster:
                 env={**os.environ, "SLURM_CONF": str(self.conf)},
                 start_new_session=True,
             )
+
+    def _write_conf(self, *, grace_s: int, warns_script: bool) -> None:
+        scheduling = ",preempt_send_user_signal" if warns_script else ""
+        self.conf.write_text(CONF.format(**self._settings, grace_s=grace_s, scheduling=scheduling))
+
+    def set_preemption(self, *, grace_s: int, warns_script: bool) -> None:
+        """Change what a job of a higher priority does to the others. `warns_script`: the signal that a job has asked
+        for comes at the beginning of the grace time, instead of SIGTERM to all of its steps."""
+        self._write_conf(grace_s=grace_s, warns_script=warns_script)
+        self.slurm("scontrol", "reconfigure")
 
     def start_controller(self) -> None:
         self._power_on("n0", "slurmctld", "-D")

@@ -22,6 +22,8 @@ from tests.cluster.tiny_runs import until
 
 PROGRAMS = ("sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "ip", "nft")
 ROOT = Path(__file__).parents[2]
+NEW = "tcp flags & (syn | ack) == syn"
+"""The first packet of a connection."""
 HOST = """
 set -e
 hostname "$1"
@@ -126,12 +128,32 @@ class SshHosts:
     def address(self, host: str) -> str:
         return next(place.address for place in self._network.places if place.name == host)
 
-    def hosts_file(self, *options: str, name: str = "hosts.txt", python: Path | None = None) -> Path:
-        """A hosts file with all hosts; `options` are those of the first, the second, …"""
+    def interpreter_with(self, customization: str, *, name: str) -> Path:
+        """An interpreter for the hosts that runs some code when it starts."""
+        site = self._keys / f"site-{name}"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(customization)
+        other = self._keys / f"{name}-python"
+        other.write_text(self.python.read_text().replace("PYTHONPATH=", f"PYTHONPATH={site}:"))
+        other.chmod(0o755)
+        return other
+
+    def hosts_file(
+        self,
+        *options: str,
+        name: str = "hosts.txt",
+        python: Path | None = None,
+        only: int | None = None,
+    ) -> Path:
+        """A hosts file with all hosts; `options` are those of the first, the second, …; with `only` the first hosts
+        have the other interpreter and the rest the usual one."""
         path = self.runs / name
         lines = [
-            f"{place.name}-machine {place.address} python={python or self.python} scratch={self.runs}/scratch {more}"
-            for place, more in zip(self.places, [*options, *[""] * len(self.places)], strict=False)
+            f"{place.name}-machine {place.address} scratch={self.runs}/scratch {more} "
+            f"python={self.python if python is None or number >= (only or len(self.places)) else python}"
+            for number, (place, more) in enumerate(
+                zip(self.places, [*options, *[""] * len(self.places)], strict=False)
+            )
         ]
         path.write_text("\n".join(lines) + "\n")
         return path
@@ -177,6 +199,19 @@ class SshHosts:
             rules += "chain received { type filter hook input priority 0; policy drop; }\n"
         tools.call(*self._in(host, "net"), "nft", "-f", "-", text=rules + "}\n")
 
+    def refuse_new(self, host: str) -> None:
+        """Drop new connections to a host, but those to its sshd, as NAT does. It can make connections itself."""
+        self._filter(host, f"{NEW} tcp dport != 22 drop")
+
+    def open_only(self, host: str, *ports: str) -> None:
+        """Drop new connections to all ports of a host but these."""
+        self._filter(host, f"iifname lo accept; {NEW} tcp dport != {{ {', '.join(ports)} }} drop")
+
+    def _filter(self, host: str, rules: str) -> None:
+        chain = f"chain received {{ type filter hook input priority 0; policy accept; {rules}; }}"
+        text = f"table inet cut {{\n{chain}\n}}\n"
+        tools.call(*self._in(host, "net"), "nft", "-f", "-", text=text)
+
     def heal(self, host: str) -> None:
         tools.call(*self._in(host, "net"), "nft", "delete", "table", "inet", "cut")
 
@@ -187,6 +222,17 @@ class SshHosts:
             with suppress(FileNotFoundError, ProcessLookupError):
                 found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
+
+    def supervisors_of(self, host: str) -> list[int]:
+        """Pids, on this machine, of the supervisors on a host."""
+        machine = self._machines[host]
+        (inner,) = Path(f"/proc/{machine.pid}/task/{machine.pid}/children").read_text().split()
+        namespace = os.readlink(f"/proc/{inner}/ns/pid")
+        return [
+            pid
+            for pid, command in self.pids().items()
+            if "agent --join" in command and os.readlink(f"/proc/{pid}/ns/pid") == namespace
+        ]
 
     def scratch_of(self, host: str) -> list[str]:
         """Scratch folders on a host."""

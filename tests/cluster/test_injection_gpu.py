@@ -43,6 +43,7 @@ class User:
     """A run of one process, which uses the card."""
 
     testbed: RunTestbed | None = None
+    remote: None = None
     running = True
 
     def __init__(self, run_dir: Path, process: subprocess.Popen[str]) -> None:

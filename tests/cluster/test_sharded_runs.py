@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from kintsugi.checkpoint.store import latest
-from kintsugi.journal.facts import IncidentClosed, StepCommitted
+from kintsugi.cluster.child import ChildrenTable
+from kintsugi.journal.facts import IncidentClosed, ProcessJoined, RolledBack, StepCommitted, StrategyChosen
 from kintsugi.model.huggingface import load
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.run_folder.reader import read_journal
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
-from tests.cluster.real_runs import LAST_STEP, Run, play_selected
+from tests.cluster.real_runs import LAST_STEP, Run, play_selected, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.sharding]
 
 PARTS = "actor.logical_shards=4"
 """Of the batch: what the bits depend on."""
 KILLED_AT = 5
+ROLES = ("model-", "rollout-", "server-")
+SMALLER, RETURN = 4, 6
+"""Steps after which ranks are lost, and are taken back."""
 LONGEST_S = 300.0
 """Runs of four ranks on two busy cores take a minute; this only bounds a broken one."""
 
@@ -63,6 +72,40 @@ def resume_with(run: Run, *changes: str, begun: tuple[str, ...]) -> None:
     run.finish()
 
 
+def lose_a_host(run: Run) -> None:
+    """The second of two hosts with all its processes, in one moment. No process is left that has its memory."""
+    run.longest_s = LONGEST_S
+    run.start(*layout(4, 2), "cluster.hosts=2", gates=(KILLED_AT,))
+    run.wait_at(KILLED_AT)
+    table = msgspec.json.decode(RunFolder(run.run_dir).agent_file("agent-1").read_bytes(), type=ChildrenTable)
+    children = [child.process for child in table.children if child.process.startswith(ROLES)]
+    assert {"model-2", "model-3"} <= set(children) and not {"model-0", "model-1"} & set(children)
+    processes = read_journal(run.run_dir).processes
+    for name in ("agent-1", *children):
+        os.kill(processes[name], signal.SIGKILL)
+    run.let_through(KILLED_AT)
+    run.finish()
+
+
+def lose_ranks_for_a_while(run: Run, *, lost: Sequence[str]) -> None:
+    """Of four ranks with two parts, each part keeps a rank. New processes can not start while the run's configuration
+    is out of reach."""
+    run.longest_s = LONGEST_S
+    run.start(*layout(4, 2), gates=(SMALLER, RETURN))
+    run.wait_at(SMALLER)
+    config, hidden = run.run_dir / "config.yaml", run.run_dir / "config.hidden"
+    config.rename(hidden)
+    for rank in lost:
+        run.kill(rank)
+    run.let_through(SMALLER)
+    until(lambda: any(isinstance(fact, IncidentClosed) for fact in run.facts), "the run to go on smaller")
+    run.wait_at(RETURN)
+    hidden.rename(config)
+    until(lambda: all(len(run.pids_joined()[rank]) == 2 for rank in lost), "the return of the lost ranks")
+    run.let_through(RETURN)
+    run.finish()
+
+
 SCENARIOS: dict[str, Callable[[Run], None]] = {
     "one rank": partial(undisturbed, ranks=1, shards=1),
     "two replicas": partial(undisturbed, ranks=2, shards=1),
@@ -74,6 +117,9 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "two shards killed": partial(
         lambda run, **of: kill_ranks(run, "model-0", "model-3", **of), ranks=4, shards=4
     ),
+    "a host lost": lose_a_host,
+    "smaller by one": partial(lose_ranks_for_a_while, lost=("model-1",)),
+    "smaller by two": partial(lose_ranks_for_a_while, lost=("model-1", "model-2")),
     "resumed with one": partial(
         lambda run, **of: resume_with(run, "actor.layout.shards=1", **of), begun=layout(4, 4)
     ),
@@ -107,13 +153,15 @@ LOST = {
     "two shards killed": {"model-0", "model-3"},
     "a stage killed": {"model-1"},
     "the first stage killed": {"model-0"},
+    "a host lost": {"model-2", "model-3"},
+    "smaller by one": {"model-1"},
+    "smaller by two": {"model-1", "model-2"},
 }
 TWINS = {
-    "a replica killed": "two by two",
     "a stage killed": "two stages",
     "the first stage killed": "two pipelines",
 }
-"""Undisturbed runs with the same layout; "four shards" for the others."""
+"""Undisturbed runs with the same layout, where it has stages."""
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +183,25 @@ def test_only_the_lost_ranks_are_replaced_and_every_step_has_the_state_of_the_tw
     run = run_of(name)
     joined = run.pids_joined()
     again = {process for process, pids in joined.items() if len(pids) > 1}
-    assert again == LOST[name], joined
+    ranks = {process for process in again if process.startswith("model")}
+    assert ranks == LOST[name], joined
+    assert again == ranks or name == "a host lost", joined
+    assert not any(isinstance(fact, RolledBack) for fact in run.facts), "no step is lost"
     assert any(isinstance(fact, IncidentClosed) for fact in run.facts), "the kill was an incident"
-    twin = run_of(TWINS.get(name, "four shards"))
+    twin = run_of(TWINS.get(name, "four shards" if "shard" in name else "two by two"))
     assert digests(run) == digests(twin)
+
+
+@pytest.mark.parametrize("name", ["smaller by one", "smaller by two"])
+def test_the_ranks_that_are_left_go_on_while_each_part_has_one(
+    name: str, run_of: Callable[[str], Run]
+) -> None:
+    facts = run_of(name).facts
+    assert [fact.strategy for fact in facts if isinstance(fact, StrategyChosen)][-1] == "elastic"
+    returned = max(i for i, fact in enumerate(facts) if isinstance(fact, ProcessJoined))
+    committed = [i for i, fact in enumerate(facts) if isinstance(fact, StepCommitted)]
+    chosen = max(i for i, fact in enumerate(facts) if isinstance(fact, StrategyChosen))
+    assert any(chosen < i < returned for i in committed) and committed[-1] > returned
 
 
 def digests(run: Run) -> dict[int, str]:

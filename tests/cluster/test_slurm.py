@@ -21,7 +21,7 @@ from kintsugi.config.schema import ClusterSection, Config, SlurmSection
 from kintsugi.protocol.agents import StartProcess
 from kintsugi.run_folder.reader import read_summary
 from kintsugi.run_folder.summary import Summary
-from kintsugi.telemetry.events import Alert, read_events
+from kintsugi.telemetry.events import Alert, Span, read_events
 from kintsugi.telemetry.process_reports import read_processes
 from kintsugi.telemetry.verdict_files import read_notices
 from kintsugi.types import Role
@@ -103,6 +103,13 @@ def finish(command: subprocess.Popen[str]) -> str:
     output, errors = command.communicate(timeout=LONGEST_S)
     assert command.returncode == 0, output + errors
     return output + errors
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """Steps in the order in which they were committed, repeated ones too."""
+    found = read_events(run_dir, process="master-0")
+    spans = [record.event for record in found if isinstance(record.event, Span)]
+    return [int(span.attributes["step"]) for span in spans if span.name == "step"]
 
 
 def num_steps(run_dir: Path) -> int:
@@ -450,16 +457,39 @@ def test_a_run_is_stopped_from_the_login_node_and_resumed_in_another_job(
     cluster.assert_nothing_left()
 
 
-def test_a_job_of_a_higher_priority_takes_the_nodes_and_the_run_resumes_when_it_has_ended(
-    cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
-) -> None:
-    command, run_dir = start(cluster, "preempted", SLOWLY)
-    wait_for_step(run_dir, 2, command)
+def preempt(cluster: SlurmCluster) -> None:
     cluster.slurm(
         "sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 5"
     )
+
+
+@pytest.mark.parametrize("warns_script", [True, False], ids=["script is warned", "steps are signalled"])
+def test_a_run_whose_nodes_a_job_of_a_higher_priority_takes_stops_with_a_checkpoint_and_resumes_by_itself(
+    cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str, *, warns_script: bool
+) -> None:
+    """A site sends what a job has asked for (preempt_send_user_signal), or SIGTERM to its steps."""
+    cluster.set_preemption(grace_s=60, warns_script=warns_script)
+    command, run_dir = start(cluster, f"preempted-{warns_script:d}", SLOWLY)
+    wait_for_step(run_dir, 2, command)
+    preempt(cluster)
     output = finish(command)
     assert "it is queued again and resumes by itself" in output
+    assert weights_of(run_dir) == weights_of_one_machine
+    assert steps_of(run_dir) == sorted(steps_of(run_dir)), "no step was repeated"
+    cluster.assert_nothing_left()
+
+
+def test_a_run_that_is_preempted_without_a_grace_time_resumes_from_its_last_checkpoint(
+    cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
+) -> None:
+    cluster.set_preemption(grace_s=0, warns_script=True)
+    try:
+        command, run_dir = start(cluster, "preempted-at-once", SLOWLY)
+        wait_for_step(run_dir, 2, command)
+        preempt(cluster)
+        finish(command)
+    finally:
+        cluster.set_preemption(grace_s=60, warns_script=True)
     assert weights_of(run_dir) == weights_of_one_machine
     cluster.assert_nothing_left()
 

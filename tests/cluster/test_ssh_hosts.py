@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -12,8 +14,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kintsugi.diagnosis.diagnose import diagnose
+from kintsugi.diagnosis.verdict import FaultKind
+from kintsugi.page.timeline import clock_offsets
 from kintsugi.run_folder.reader import Launcher, read_summary
-from kintsugi.telemetry.events import Alert, read_events
+from kintsugi.telemetry.events import Alert, Span, read_events
 from tests.cluster import ssh_hosts
 from tests.cluster.ssh_hosts import SshHosts
 from tests.cluster.tiny_runs import until
@@ -42,6 +47,7 @@ pytestmark = [
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
     made = SshHosts(tmp_path_factory.mktemp("ssh"), count=3)
     (made.runs / "rewards.py").write_text(REWARDS)
+    (made.runs / "slow_rewards.py").write_text(REWARDS.replace("0.1", "1.0"))
     recipe = RECIPE.read_text().replace("gated_rewards.odd_digits", "rewards.py:odd_digits")
     (made.runs / "recipe.yaml").write_text(recipe)
     yield made
@@ -144,6 +150,31 @@ def test_a_host_that_is_powered_off_for_good_changes_no_bit(
 
 
 @pytest.mark.hosts
+def test_a_host_that_is_asked_to_end_is_left_between_two_steps(
+    machines: SshHosts, weights_of_one_machine: str
+) -> None:
+    command, run_dir = start(machines, "asked")
+    wait_for_step(run_dir, 2, command)
+    (supervisor,) = machines.supervisors_of("host-2")
+    os.kill(supervisor, signal.SIGTERM)
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    told = [
+        record.event.message
+        for record in read_events(run_dir, process="host_manager-0")
+        if isinstance(record.event, Alert)
+    ]
+    assert "is to be left: its supervisor was asked to end by a signal" in told[0]
+    committed = [
+        record.event.attributes["step"]
+        for record in read_events(run_dir, process="master-0")
+        if isinstance(record.event, Span) and record.event.name == "step"
+    ]
+    assert len(committed) == len(set(committed)), "no step was repeated"
+    machines.assert_nothing_left()
+
+
+@pytest.mark.hosts
 def test_a_link_that_loses_one_direction_for_good_ends_that_host_by_itself(
     machines: SshHosts, weights_of_one_machine: str
 ) -> None:
@@ -195,6 +226,128 @@ def test_launcher_and_standby_killed_together_leave_nothing_on_any_host_and_the_
     machines.assert_nothing_left()
 
 
+@pytest.mark.hosts
+def test_a_soak_loses_whole_machines_and_ends_in_the_bits_of_its_undisturbed_twin(machines: SshHosts) -> None:
+    folder, report, began = machines.runs / "soak", machines.runs / "soak.json", time.time()
+    code, output = machines.ask(
+        *("soak", "recipe.yaml", f"run_dir={folder}", "--faults", "2", "--role", "node"),
+        *("--json", str(report), "--on", str(machines.hosts_file())),
+        timeout_s=4 * LONGEST_S,
+    )
+    assert code == 0, output
+    found = json.loads(report.read_text())
+    for fault in found["faults"]:
+        assert (fault["role"], fault["kind"]) == ("node", "kill")
+        assert fault["recovered_ms"] is not None and fault["healthy_pids_unchanged"], fault
+    totals = found["totals"]
+    assert totals["weights_sha256"] == totals["weights_sha256_undisturbed"] != ""
+    assert totals["step_hashes_equal"]
+    assert (totals["samples_lost"], totals["samples_duplicated"], totals["processes_left"]) == (0, 0, 0)
+    diagnosis = diagnose(folder / "disturbed-1", since=began)
+    lost = [cause for cause in diagnosis.causes if cause.kind is FaultKind.HOST_LOST]
+    assert {cause.process for cause in lost} <= {"agent-1", "agent-2", "agent-3"} and lost, diagnosis
+    assert {cause.process for cause in diagnosis.causes} == {cause.process for cause in lost}, diagnosis
+    machines.assert_nothing_left()
+
+
+@pytest.mark.hosts
+def test_a_clock_that_is_a_minute_off_is_told_measured_and_corrected(
+    machines: SshHosts, weights_of_one_machine: str
+) -> None:
+    ahead = machines.interpreter_with(
+        "import time\nreal = time.time\ntime.time = lambda: real() + 90.0\n", name="ahead"
+    )
+    hosts_file = machines.hosts_file(python=ahead, name="ahead.txt", only=1)
+    code, output = machines.ask("hosts", "--on", str(hosts_file))
+    assert code == 0 and "+90.0" in output and "warning: its clock is 90.0 s ahead" in output, output
+    run_dir = machines.runs / "clock"
+    command = machines.start("train", "recipe.yaml", f"run_dir={run_dir}", "--on", str(hosts_file))
+    wait_for_step(run_dir, 2, command)
+    kept = json.loads((run_dir / "joined_hosts.json").read_bytes())
+    measured = {host["host"]: host["clock_s"] for host in kept["hosts"]}
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    assert abs(measured["host-1"] - 90.0) < 1.0 and abs(measured["host-2"]) < 1.0
+    assert abs(clock_offsets(run_dir)["host-1"] - 90.0) < 1.0, "the page corrects its records"
+    told = [
+        record.event
+        for record in read_events(run_dir, process="host_manager-0")
+        if isinstance(record.event, Alert)
+    ]
+    assert [abs(alert.values["clock_s"] - 90.0) < 1.0 for alert in told] == [True]
+    assert "s ahead of the launcher's" in told[0].message
+    machines.assert_nothing_left()
+
+
+@pytest.mark.hosts
+def test_a_host_that_can_not_be_reached_at_its_own_address_is_refused_with_a_clear_word(
+    machines: SshHosts,
+) -> None:
+    """As behind NAT: it reaches the others, and they do not reach it."""
+    machines.refuse_new("host-2")
+    try:
+        code, output = machines.ask(
+            "train", "recipe.yaml", f"run_dir={machines.runs}/nat", "--on", str(machines.hosts_file())
+        )
+    finally:
+        machines.heal("host-2")
+    assert code != 0
+    assert f"it can not be reached at {machines.address('host-2')}" in output and "behind NAT" in output
+    machines.assert_nothing_left()
+
+
+@pytest.mark.hosts
+def test_the_range_of_ephemeral_ports_and_that_of_ssh_are_all_that_has_to_be_open(
+    machines: SshHosts, weights_of_one_machine: str
+) -> None:
+    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    everywhere = [machines.head.name, *(place.name for place in machines.places)]
+    for host in everywhere:
+        machines.open_only(host, f"{low}-{high}", "22")
+    try:
+        command, run_dir = start(machines, "ports")
+        finish(command)
+    finally:
+        for host in everywhere:
+            machines.heal(host)
+    assert weights_of(run_dir) == weights_of_one_machine
+    machines.assert_nothing_left()
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("no-such-host.invalid", "does not resolve"), ("fd00::12", "expected an IPv4 address, got fd00::12")],
+)
+def test_a_name_that_does_not_resolve_and_an_ipv6_address_are_named(
+    machines: SshHosts, address: str, said: str
+) -> None:
+    (machines.runs / "names.txt").write_text(f"b {address}\n")
+    code, output = machines.ask("train", "recipe.yaml", f"run_dir={machines.runs}/names", "--on", "names.txt")
+    assert code == 2 and said in output and "host b" in output, output
+
+
+@pytest.mark.hosts
+def test_checkpoints_are_copied_to_a_shared_folder_and_taken_back_by_a_run_that_has_lost_its_own(
+    machines: SshHosts, weights_of_one_machine: str
+) -> None:
+    shared = machines.runs.parent / "shared"
+    slowly = "algorithm.reward=[slow_rewards.py:odd_digits]"
+    command, run_dir = start(machines, "copied", slowly, f"checkpoint.copy_to={shared}")
+    wait_for_step(run_dir, 3, command)
+    code, output = machines.ask("stop", str(run_dir), timeout_s=LONGEST_S)
+    assert code == 0, output
+    command.communicate(timeout=LONGEST_S)
+    copies = sorted(path.name for path in (shared / "copied").glob("step-*"))
+    own = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
+    assert copies == own and own, "the last one was copied before the end"
+    shutil.rmtree(run_dir / "checkpoints")
+    code, output = machines.ask("resume", str(run_dir), timeout_s=LONGEST_S)
+    assert code == 0 and f"was taken back from {shared}" in output, output
+    assert weights_of(run_dir) == weights_of_one_machine
+    machines.assert_nothing_left()
+
+
 WRONG = {
     "unreachable": ("host-9-machine 10.77.0.99", "10.77.0.99"),
     "too few GPUs": ("gpus=8", "expected 8 GPUs, as the hosts file says, found 0"),
@@ -222,12 +375,7 @@ def test_a_host_that_can_not_take_part_is_named_within_seconds_and_nothing_is_le
 
 @pytest.mark.hosts
 def test_another_version_is_refused_with_both_sides_named(machines: SshHosts) -> None:
-    other = machines.runs.parent / "keys" / "other-python"
-    site = machines.runs.parent / "keys" / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text("import kintsugi\nkintsugi.__version__ = '9.9.9'\n")
-    other.write_text(machines.python.read_text().replace("PYTHONPATH=", f"PYTHONPATH={site}:"))
-    other.chmod(0o755)
+    other = machines.interpreter_with("import kintsugi\nkintsugi.__version__ = '9.9.9'\n", name="other")
     path = machines.hosts_file(name="other.txt", python=other)
     code, output = machines.ask("train", "recipe.yaml", f"run_dir={machines.runs}/other", "--on", str(path))
     assert code != 0

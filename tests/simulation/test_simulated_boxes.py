@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.journal.facts import CheckpointSaved, RolledBack, StepCommitted
+from kintsugi.control.placement import ProcessPlan
+from kintsugi.control.processes import ProcessManager
+from kintsugi.journal.facts import CheckpointSaved, ProcessJoined, RolledBack, StepCommitted, StrategyChosen
 from kintsugi.model.seats import WHOLE
 from kintsugi.recovery import rank_protocol
-from kintsugi.simulation.campaign import Runner, simulated_config
+from kintsugi.simulation.campaign import LAYOUTS, Runner, SimulatedLayout, layout_of, simulated_config
 from kintsugi.simulation.cluster import SimulatedCluster, SimulationOutcome, undisturbed
+from kintsugi.simulation.faults import PlannedSimFault, SimulatedFaultKind, SimulatedFaultPlan
 
+SNAPSHOT_ELSEWHERE = 2700
+"""Seed in which a rank is lost on another host than its planned one, which is back when it is replaced."""
 BOX_LOST = 8
 """Seed in which the host of the only rank with a box is lost before another host has a copy."""
 
@@ -47,6 +52,47 @@ def test_a_run_goes_back_when_one_box_has_no_holder_left_and_ends_with_the_same_
     outcome = run(BOX_LOST)
     assert any(isinstance(fact, RolledBack) for fact in outcome.facts)
     assert (outcome.outcome, outcome.violations) == ("finished", [])
+
+
+def test_a_replacement_is_placed_where_the_snapshot_of_its_box_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(SNAPSHOT_ELSEWHERE).violations == []
+    place = ProcessManager._host_for
+
+    def where_planned(manager: ProcessManager, plan: ProcessPlan) -> str | None:
+        manager._is_cut = False
+        return place(manager, plan)
+
+    monkeypatch.setattr(ProcessManager, "_host_for", where_planned)
+    assert run(SNAPSHOT_ELSEWHERE).violations != []
+
+
+@pytest.mark.parametrize("lost", [("model-1",), ("model-1", "model-2")])
+def test_ranks_go_on_while_each_box_has_one_and_take_the_others_back(lost: tuple[str, ...]) -> None:
+    config = simulated_config(layout=SimulatedLayout(4, 2, 2))
+    reference = undisturbed(config)
+    faults = [
+        PlannedSimFault(SimulatedFaultKind.FAIL, agent, "StartProcess", "collecting", 2, about=rank, times=4)
+        for rank in lost
+        for agent in ("agent-0", "agent-1")
+    ]
+    faults += [PlannedSimFault(SimulatedFaultKind.KILL, rank, state="collecting", step=2) for rank in lost]
+    slow = PlannedSimFault(SimulatedFaultKind.SLOW, "rollout-0", state="collecting", step=2)
+    slow.share, slow.duration_s = 0.3, 5.0  # So that the ranks are back before the run ends.
+    plan = SimulatedFaultPlan([*faults, slow])
+    outcome = SimulatedCluster(config, seed=0, plan=plan, reference=reference).run()
+    assert (outcome.outcome, outcome.violations, outcome.num_rollbacks) == ("finished", [], 0)
+    assert "elastic" in [fact.strategy for fact in outcome.facts if isinstance(fact, StrategyChosen)]
+    back = [fact.peer.process for fact in outcome.facts if isinstance(fact, ProcessJoined)]
+    assert all(back.count(rank) == 2 for rank in lost)
+
+
+def test_layouts_are_drawn_for_each_seed_and_keep_every_invariant() -> None:
+    runner, layouts = Runner(draws_layouts=True), [layout_of(seed) for seed in range(100)]
+    assert {(each.ranks, each.shards) for each in layouts} == set(LAYOUTS)
+    for seed in range(4):
+        outcome = runner.run(seed)
+        assert outcome.violations == [], runner.replay_command(seed)
+    assert "--layouts" in runner.replay_command(1)
 
 
 def test_a_master_that_takes_every_rank_for_a_holder_of_every_box_is_found(

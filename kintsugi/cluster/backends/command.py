@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from tempfile import TemporaryFile
 
 from kintsugi.cluster.spawn import in_memory
 from kintsugi.errors import DeadlineExceeded
-from kintsugi.runtime.processes import Child, describe_status
+from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.processes import describe_status, hold_started
+from kintsugi.runtime.waits import wait_readable
 
 MOST_OUTPUT = 2000
 """Characters of a command's output that are told when it fails."""
@@ -34,23 +36,22 @@ class EngineCommand:
         A command that is talked to has the descriptors `stdin` and `stdout` instead; its errors are kept.
         """
         self.program = argv[0]
-        self._output = TemporaryFile()  # noqa: SIM115 - held until `close`.
-        given = in_memory(secret) if stdin < 0 else os.dup(stdin)
-        try:
-            popen = subprocess.Popen(
-                list(argv),
-                stdin=given,
-                stdout=self._output if stdout < 0 else stdout,
-                stderr=self._output,
-                env=None if environment is None else dict(environment),
-                start_new_session=True,
-            )
-        except OSError:
-            self._output.close()
-            raise
-        finally:
-            os.close(given)
-        self._child = Child(pid=popen.pid, pidfd=os.pidfd_open(popen.pid), popen=popen)
+        with ExitStack() as stack:
+            self._output = stack.enter_context(TemporaryFile())
+            given = in_memory(secret) if stdin < 0 else os.dup(stdin)
+            try:
+                popen = subprocess.Popen(
+                    list(argv),
+                    stdin=given,
+                    stdout=self._output if stdout < 0 else stdout,
+                    stderr=self._output,
+                    env=None if environment is None else dict(environment),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(given)
+            self._child = hold_started(popen)
+            stack.pop_all()  # The output is held until `close`.
         self.was_killed = False
         """It did not end in time and was killed by `close`."""
 
@@ -102,3 +103,69 @@ class EngineCommand:
     def release(self) -> None:
         """Release the output that `close` has kept."""
         self._output.close()
+
+
+class Conversation:
+    """A command that answers lines with lines."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        """Start it. OSError if the program can not be executed."""
+        given, self._orders = os.pipe2(os.O_CLOEXEC)
+        self._answers, answers = os.pipe2(os.O_CLOEXEC)
+        self._unread = b""
+        try:
+            self._command = EngineCommand(argv, stdin=given, stdout=answers)
+        except OSError:
+            os.close(self._orders)
+            os.close(self._answers)
+            raise
+        finally:
+            os.close(given)
+            os.close(answers)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._command.ended
+
+    def say(self, line: bytes) -> None:
+        """Write a line. It is lost if the command has ended."""
+        with suppress(BrokenPipeError):
+            os.write(self._orders, line + b"\n")
+
+    def hear(self, *, begin: bytes, timeout_s: float) -> bytes | None:
+        """Return the next line that begins so; None if none comes in time. Others are the engine's own."""
+        until = SYSTEM_CLOCK.monotonic() + timeout_s
+        while True:
+            line, newline, rest = self._unread.partition(b"\n")
+            if newline:
+                self._unread = rest
+                if line.startswith(begin):
+                    return line
+                continue
+            remaining_s = max(0.0, until - SYSTEM_CLOCK.monotonic())
+            with suppress(DeadlineExceeded):
+                if wait_readable(self._answers, whom="a host", what="its answer", timeout_s=remaining_s):
+                    content = os.read(self._answers, 65536)
+                    if not content:
+                        return None
+                    self._unread += content
+                    continue
+            return None
+
+    def explain(self) -> str:
+        """Describe its end."""
+        return self._command.explain()
+
+    def end(self) -> None:
+        """Signal it."""
+        self._command.end()
+
+    def close(self, *, timeout_s: float, keep_output: bool = False) -> None:
+        """Close its input, and wait for its end as `EngineCommand.close` does."""
+        os.close(self._orders)
+        os.close(self._answers)
+        self._command.close(timeout_s=timeout_s, keep_output=keep_output)
+
+    def release(self) -> None:
+        """Release the output that `close` has kept."""
+        self._command.release()

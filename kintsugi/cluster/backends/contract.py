@@ -41,7 +41,8 @@ class HostWent(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostLeaves(msgspec.Struct, frozen=True, tag=True):
-    """The engine wants the machine of a host back, which still runs: its processes are moved in order."""
+    """The engine wants the machine of a host back, which still runs: its processes are moved in order, between two
+    steps, and then the host is given up."""
 
     host: str
     why: str
@@ -70,6 +71,10 @@ class Backend(Protocol):
     def replace(self, order: HostOrder) -> None:
         """Begin to start a supervisor in place of one that is lost, on the same or on another machine. The others go
         on."""
+
+    def asked_to_end(self, host: str, why: str) -> None:
+        """The supervisor of a host says that its engine has asked it to end. Unless more than this host is meant,
+        `poll` returns HostLeaves for it."""
 
     def give_back(self, *, timeout_s: float) -> None:
         """End what was started and is still there, and return all machines to the engine. Blocks at most this long,

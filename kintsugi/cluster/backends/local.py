@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from kintsugi.cluster.backends.command import EngineCommand
-from kintsugi.cluster.backends.contract import HostCame, HostEvent, HostOrder, HostWent
+from kintsugi.cluster.backends.contract import HostCame, HostEvent, HostLeaves, HostOrder, HostWent
 
 
 class LocalBackend:
@@ -44,6 +44,9 @@ class LocalBackend:
             left.end(number=signal.SIGKILL)
             left.close(timeout_s=1.0)
         self._start(order)
+
+    def asked_to_end(self, host: str, why: str) -> None:
+        self._events.append(HostLeaves(host, why))
 
     def give_back(self, *, timeout_s: float) -> None:
         running, self._running = self._running, {}

@@ -19,7 +19,7 @@ from contextlib import suppress
 import msgspec
 
 from kintsugi.cluster.backends.command import EngineCommand
-from kintsugi.cluster.backends.contract import HostCame, HostEvent, HostOrder, HostWent
+from kintsugi.cluster.backends.contract import HostCame, HostEvent, HostLeaves, HostOrder, HostWent
 from kintsugi.cluster.backends.ray_protocol import (
     DRIVER,
     Came,
@@ -310,6 +310,9 @@ class RayBackend:
         assert self._driver is not None
         self._driver.close(timeout_s=timeout_s)
         self._driver = None
+
+    def asked_to_end(self, host: str, why: str) -> None:
+        self._events.append(HostLeaves(host, why))
 
     def give_back(self, *, timeout_s: float) -> None:
         if self._is_given_back:

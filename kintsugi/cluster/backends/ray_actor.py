@@ -128,9 +128,12 @@ class HostActor:
         """Body of a thread: waits for the end of the lease; nothing but the end of this process ends it."""
         while True:
             wait_readable(whom="the driver", what="its next question", timeout_s=LEASE_POLL_S)
-            supervisor = self._supervisor
-            if self.lease_is_over() and (supervisor is None or not _runs(supervisor)):
-                leave(name)
+            try:
+                supervisor = self._supervisor
+                if self.lease_is_over() and (supervisor is None or not _runs(supervisor)):
+                    leave(name)
+            except Exception as error:  # noqa: BLE001 - Ray raises errors of any type; it is tried again.
+                sys.stderr.write(f"{name} can not be given back: {error}\n")
 
 
 def _runs(supervisor: tuple[int, int]) -> bool:

@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from enum import StrEnum
 
 import msgspec
 
@@ -61,6 +62,8 @@ UNUSABLE = DEAD | {
     "REBOOT_ISSUED",
 }
 """Those of a node on which none is started."""
+GOES_ON = frozenset({"RUNNING", "SUSPENDED"})
+"""States of a job that is not at its end."""
 LEAVING = frozenset({"DRAIN", "DRAINED", "DRAINING"})
 """States in which the administrators want a node back."""
 _FIELD = re.compile(r"(?:^|\s)(\w+)=(\S*)")
@@ -113,6 +116,27 @@ def parse_nodes(text: str) -> tuple[SlurmNode, ...]:
             )
         )
     return tuple(nodes)
+
+
+class JobFate(StrEnum):
+    """The fate of a job, one of whose steps Slurm has asked to end."""
+
+    GOES_ON = "goes on"
+    PREEMPTED = "preempted"
+    """A job of a higher priority gets its nodes at the end of the grace time."""
+    ENDS = "ends"
+
+
+def fate_of(text: str) -> JobFate | None:
+    """Read what `scontrol show job --oneliner` says about the end of a job; None if it says nothing."""
+    fields = dict(reversed(_FIELD.findall(text)))
+    state = fields.get("JobState")
+    if state is None:
+        return None
+    if state not in GOES_ON:
+        return JobFate.ENDS
+    is_preempted = fields.get("PreemptTime", "None") not in ("None", "N/A", "Unknown", "")
+    return JobFate.PREEMPTED if is_preempted else JobFate.GOES_ON
 
 
 def ask_slurm(*command: str, timeout_s: float = ANSWER_S) -> str:
@@ -277,6 +301,12 @@ class SlurmBackend:
         self._look: EngineCommand | None = None
         self._look_at = clock.monotonic() + LOOK_S
         self._look_until = 0.0
+        self._asked: dict[str, str] = {}
+        """Host whose supervisor Slurm has asked to end, and about which is not decided → what the supervisor said."""
+        self._job_look: EngineCommand | None = None
+        self._job_look_until = 0.0
+        self._has_warned = False
+        """The script of the job was told that the job is preempted."""
         self._events: list[HostEvent] = []
 
     def start(self, orders: Sequence[HostOrder]) -> None:
@@ -321,6 +351,7 @@ class SlurmBackend:
                 command.close(timeout_s=CLOSE_S)
                 self._closing.remove(closing)
         self._look_at_nodes(now)
+        self._look_at_job(now)
         events, self._events = self._events, []
         return events
 
@@ -382,6 +413,44 @@ class SlurmBackend:
                 self._events.append(HostLeaves(host, f"{step.node} is being drained"))
         self._told = leaving
 
+    # The end of the job.
+
+    def asked_to_end(self, host: str, why: str) -> None:
+        """Slurm signals single steps, and all steps of a job that it preempts or ends: the job itself says which."""
+        if not self._has_warned:
+            self._asked[host] = why
+
+    def _look_at_job(self, now: float) -> None:
+        if self._asked and self._job_look is None and now >= self._job_look_until:
+            self._job_look_until = now + ANSWER_S
+            try:
+                self._job_look = EngineCommand(["scontrol", "show", "job", self._job, "--oneliner"])
+            except OSError:
+                self._job_look_until = now + LOOK_S
+                return
+        look = self._job_look
+        if look is None or not (look.ended or now >= self._job_look_until):
+            return
+        self._job_look = None
+        fate = fate_of(look.output(whole=True)) if look.ended and look.status == 0 else None
+        look.end(number=signal.SIGKILL)
+        look.close(timeout_s=CLOSE_S)
+        self._job_look_until = now if fate is not None else now + LOOK_S
+        if fate is not None:
+            self._settle_asked(fate)
+
+    def _settle_asked(self, fate: JobFate) -> None:
+        asked, self._asked = self._asked, {}
+        match fate:
+            case JobFate.PREEMPTED if not self._has_warned:
+                # The whole run stops with a checkpoint: its script gets the warning that it knows.
+                self._has_warned = True
+                self._client("scancel", "--batch", "--signal=USR2", self._job)
+            case JobFate.ENDS:
+                self._events += [HostWent(host, f"job {self._job} ends") for host in asked]
+            case JobFate.GOES_ON:
+                self._events += [HostLeaves(host, why) for host, why in asked.items()]
+
     def give_back(self, *, timeout_s: float) -> None:
         steps, self._steps = list(self._steps.values()), {}
         closing, self._closing = self._closing, []
@@ -400,10 +469,11 @@ class SlurmBackend:
         for command, _, _ in closing:
             command.end(number=signal.SIGKILL)
             command.close(timeout_s=share)
-        if self._look is not None:
-            self._look.end(number=signal.SIGKILL)
-            self._look.close(timeout_s=share)
-            self._look = None
+        for look in (self._look, self._job_look):
+            if look is not None:
+                look.end(number=signal.SIGKILL)
+                look.close(timeout_s=share)
+        self._look = self._job_look = None
 
 
 def open_slurm(config: Config) -> tuple[Backend, dict[str, HostNeeds], dict[str, str]]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from kintsugi.cluster.backends.command import EngineCommand
-from kintsugi.cluster.backends.contract import HostCame, HostEvent, HostOrder, HostWent
+from kintsugi.cluster.backends.contract import HostCame, HostEvent, HostLeaves, HostOrder, HostWent
 from kintsugi.errors import ConfigError
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 
@@ -200,6 +200,9 @@ class SshBackend:
             self._events.append(HostCame(host, machine.address) if came else HostWent(host, why))
         events, self._events = self._events, []
         return events
+
+    def asked_to_end(self, host: str, why: str) -> None:
+        self._events.append(HostLeaves(host, why))
 
     def give_back(self, *, timeout_s: float) -> None:
         starting, self._starting = self._starting, {}

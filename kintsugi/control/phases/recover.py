@@ -32,7 +32,7 @@ from kintsugi.errors import (
     root_first,
 )
 from kintsugi.journal.facts import FaultNoted, IncidentClosed, IncidentOpened, RolledBack, StrategyChosen
-from kintsugi.model.seats import mesh_of, seat_of
+from kintsugi.model.seats import mesh_of, seat_of, without_holder
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import RebuildGroup
 from kintsugi.protocol.training import Save
@@ -253,11 +253,11 @@ class RecoveryCoordinator:
             return report
         waited_s = now - self.protocol.since[_S.WAITING]
         limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
-        is_cut = self._config.actor.layout.boxes > 1
+        uncovered = self._uncovered()
         # No rank is left to continue without them, or none can.
-        if is_cut or not self._decision.state.members.live(Role.MODEL):
+        if uncovered or not self._decision.state.members.live(Role.MODEL):
             limit_s = max(limit_s, self._config.cluster.start_timeout_s)
-        if waited_s <= limit_s and (is_cut or not self._processes.cannot_start(Role.MODEL)):
+        if waited_s <= limit_s and (uncovered or not self._processes.cannot_start(Role.MODEL)):
             return report
         chosen, incident = self._choose(now, replacements_fail=True), self._incidents.current
         if incident is None or incident.strategy is not Strategy.ELASTIC:
@@ -286,10 +286,10 @@ class RecoveryCoordinator:
             self._decision.add_effect(ShareBook())  # The rank may not have the addresses of the others yet.
             step, living = self._decision.state.step, self._decision.state.members.live(Role.MODEL)
             holders = [rank for rank in living if self.protocol.holds(rank, step)]
-            mesh = mesh_of(self._config.actor.layout)
-            has_all = len({seat_of(rank, mesh) for rank in holders}) == mesh.boxes
+            has_all = not without_holder(holders, mesh_of(self._config.actor.layout))
             if incident.repairs >= REPAIR_ATTEMPTS and not has_all:
-                self._fall_back(fault, now)
+                if not self._send_home([rank for rank in living if rank not in holders], fault, now):
+                    self._fall_back(fault, now)
             elif incident.repairs >= REPAIR_ATTEMPTS and process in living and process not in holders:
                 self._processes.terminate(process, fault, now)
         elif kind is not FaultClass.CONSEQUENCE and self._decision.state.members.is_live(process):
@@ -375,6 +375,25 @@ class RecoveryCoordinator:
         self.protocol.dumped(now)
         return PhaseReport(PhaseResult.UNRECOVERABLE, fault=fault)
 
+    def _send_home(self, ranks: list[str], fault: Fault, now: float) -> bool:
+        """Start ranks without their part of the state again on the hosts where the snapshots of it are, once per
+        incident: their agents were away when the ranks were placed. Return whether there are any."""
+        incident, state = self._incidents.current, self._decision.state
+        assert incident is not None
+        if self._config.actor.layout.boxes == 1:
+            return False
+        away = [
+            rank
+            for rank in ranks
+            if state.homes.get(rank, "") not in ("", state.members.members[rank].host)
+            and state.members.agent_of(state.homes[rank]) is not None
+            and rank not in incident.sent_home
+        ]
+        incident.sent_home.update(away)
+        for rank in away:
+            self._processes.terminate(rank, fault, now)
+        return bool(away)
+
     def _fall_back(self, fault: Fault, now: float) -> None:
         """Undo steps after their state is lost: return to the step before, which a snapshot or a peer replica may still
         have, else to the last checkpoint, else to the beginning, where every fresh rank is."""
@@ -402,8 +421,18 @@ class RecoveryCoordinator:
             living=tuple(self._decision.state.members.live(Role.MODEL)),
             replacements_fail=replacements_fail,
             step_s=self.step_s,
-            boxes=self._config.actor.layout.boxes,
+            uncovered=self._uncovered(),
         )
+
+    def _uncovered(self) -> tuple[str, ...]:
+        """Return the parts of a state that is cut which no live rank is there to hold. Of a model that is cut into
+        stages every rank has to be there: others would compute other samples."""
+        mesh = mesh_of(self._config.actor.layout)
+        if mesh.model_ranks > 1:
+            missing = self._processes.missing(Role.MODEL)
+            return tuple(dict.fromkeys(seat_of(name, mesh).box for name in missing))
+        living = self._decision.state.members.live(Role.MODEL)
+        return without_holder(living, mesh) if mesh.boxes > 1 else ()
 
     def _view(self) -> RankSet:
         state = self._decision.state

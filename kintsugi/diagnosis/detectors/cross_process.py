@@ -13,10 +13,14 @@ from kintsugi.diagnosis.findings import Finding, shortened
 from kintsugi.diagnosis.verdict import Evidence, FaultKind
 from kintsugi.errors import GroupFailed, StatesDiverged
 from kintsugi.run_folder.layout import RELATIVE
-from kintsugi.telemetry.events import QuarantineCause, SamplesQuarantined, StateCommitted
+from kintsugi.telemetry.events import HostLost, QuarantineCause, SamplesQuarantined, StateCommitted
 
 NO_EPISODES = "EpisodesFailed"
 """Kind of the fault with which the master ends a run in which nothing can be scored."""
+HOST_FAULT = "HostLost"
+"""Kind of the fault that the master records for each process of a lost machine."""
+LAST_SIGN_S = 25.0
+"""Longest time between the last sign of a machine and the news that it is lost, and between that and its faults."""
 USER_GROUPS = 3
 """Groups that failing user code has spoiled before it is reported; fewer may be odd samples."""
 TOGETHER_S = 2.5
@@ -29,9 +33,42 @@ AROUND_S = 3.0
 
 def across_processes(bundle: EvidenceBundle, *, since: float, until: float) -> Iterator[Finding]:
     """Yield all findings of [since, until]."""
+    yield from _lost_hosts(bundle, since=since, until=until)
     yield from _diverging_states(bundle, since=since, until=until)
     yield from _user_code(bundle, since=since, until=until)
     yield from _repeated_group_failures(bundle, since=since, until=until)
+
+
+def _lost_hosts(bundle: EvidenceBundle, *, since: float, until: float) -> Iterator[Finding]:
+    """Yield each machine that is gone, by its agent, with the processes that were on it: the master names them when it
+    starts them elsewhere, and by then they have other hosts."""
+    for alert in bundle.alerts:
+        if not isinstance(alert.event, HostLost) or not since <= alert.time <= until:
+            continue
+        agent = alert.event.of
+        begin = alert.time - LAST_SIGN_S
+        faults = [
+            each
+            for each in bundle.faults
+            if each.fault is not None
+            and each.fault.kind == HOST_FAULT
+            and begin <= each.time <= alert.time + LAST_SIGN_S
+        ]
+        others = tuple(sorted({each.about for each in faults} - {agent}))
+        last = [bundle.beats_in(process, begin, alert.time)[-1:] for process in (agent, *others)]
+        yield Finding(
+            process=agent,
+            kind=FaultKind.HOST_LOST,
+            onset=max(chain.from_iterable(last), default=alert.time),
+            until=alert.time,
+            strength=0.95,
+            what=f"and everything of the run on its machine is gone: {shortened(alert.message)}",
+            evidence=(Evidence(alert.source, alert.time, shortened(alert.message)),),
+            is_fact=True,
+            rules_out=("a cut link: its connections were closed, or its engine says that it is gone",),
+            others=others,
+            of_host=True,
+        )
 
 
 def _repeated_group_failures(bundle: EvidenceBundle, *, since: float, until: float) -> Iterator[Finding]:

@@ -157,8 +157,9 @@ def network_troubles(
     at = min(at, _recorded_until(bundle, at=at))
     signs = _Signs(bundle, baselines, since=max(since, baselines.settled), at=at)
     found = [
-        _trouble(bundle, blame, _cut_or_lost(bundle, signs, blame))
+        _trouble(bundle, blame, _cut_or_lost(bundle, signs, blame, at=at))
         for blame in blamed(bundle, signs.cut, used=signs.used, shown_s=SAMPLE_S, at=at)
+        if not _may_lose(bundle, signs, blame, at=at)
     ]
     found += [
         _trouble(bundle, blame, _late_or_lost(bundle, signs, blame))
@@ -183,6 +184,21 @@ def has_unacknowledged(bundle: EvidenceBundle, process: str, *, at: float) -> bo
         and max(tracks["backoff"].between(at - SILENT_S, at), default=0.0) >= UNACKED_BACKOFF
         for key, tracks in bundle.links.items()
     )
+
+
+def is_well_connected(bundle: EvidenceBundle, process: str, *, since: float, at: float) -> bool:
+    """Return whether several connections between the host of a process and others are acknowledged, none waits for an
+    acknowledgement, and hardly a segment was lost."""
+    host, passing, lost = bundle.host(process), set(), 0.0
+    for key, tracks in bundle.links.items():
+        if not is_inside(key) or not crosses(bundle, pair_of(key), host):
+            continue
+        if max(tracks["backoff"].between(since, at), default=0.0) >= UNACKED_BACKOFF:
+            return False
+        lost += sum(tracks["lost"].between(since, at))
+        if any(tracks["out"].between(since, at)):
+            passing.add(pair_of(key))
+    return len(passing) > 1 and lost < FEW
 
 
 def _trouble(bundle: EvidenceBundle, blame: BlamedEnd, finding: Finding) -> ConnectionTrouble:
@@ -283,20 +299,42 @@ def _usual_loss(bundle: EvidenceBundle, baselines: Baselines, process: str, *, a
 # Findings.
 
 
-def _cut_or_lost(bundle: EvidenceBundle, signs: _Signs, blame: BlamedEnd) -> Finding:
+def _cut_or_lost(bundle: EvidenceBundle, signs: _Signs, blame: BlamedEnd, *, at: float) -> Finding:
     """Return a cut; a loss if other connections of the end have losses, since one of them may then stall for
     seconds."""
     points = blame.points
-    onset = min(point.time - FIRST_TRY_S * (2**point.value - 1) for point in points)
-    if lost := _losses_beside(bundle, signs, blame, onset=onset):
+    onset = _cut_onset(blame)
+    if lost := _losses_beside(bundle, signs, blame, onset=onset, at=at):
         finding = _lost(bundle, signs, blame._replace(points=lost))
-        return msgspec.structs.replace(finding, until=max(finding.until, points[-1].time))
+        return msgspec.structs.replace(
+            finding, onset=min(finding.onset, onset), until=max(finding.until, points[-1].time)
+        )
     words = "nothing is acknowledged despite repeated retransmissions"
     return _finding(bundle, signs, blame, FaultKind.NETWORK_CUT, onset, words, 0.78)
 
 
+def _may_lose(bundle: EvidenceBundle, signs: _Signs, blame: BlamedEnd, *, at: float) -> bool:
+    """Return whether it is not clear yet that an end is cut off: other connections of it are acknowledged after its
+    onset. Where half of the packets are lost, one connection stalls before the losses of others are many."""
+    if at >= blame.points[0].time + UNCLEAR_S:
+        return False
+    onset = _cut_onset(blame)
+    bad = {point.pair for point in blame.points}
+    between_hosts = all(bundle.host(pair[0]) != bundle.host(pair[1]) for pair in bad)
+    passing = any(
+        bundle.host(pair[0]) != bundle.host(pair[1]) or not between_hosts
+        for pair in _in_use(bundle, since=onset + SAMPLE_S, until=at) - bad
+        if _is_at(bundle, blame, ConnectionEnd(onset, (*pair, 0), 0.0))
+    )
+    return passing and not _losses_beside(bundle, signs, blame, onset=onset, at=at)
+
+
+def _cut_onset(blame: BlamedEnd) -> float:
+    return min(point.time - FIRST_TRY_S * (2**point.value - 1) for point in blame.points)
+
+
 def _losses_beside(
-    bundle: EvidenceBundle, signs: _Signs, blame: BlamedEnd, *, onset: float
+    bundle: EvidenceBundle, signs: _Signs, blame: BlamedEnd, *, onset: float, at: float
 ) -> list[ConnectionEnd]:
     """Return the losses that show that an end is not cut off: at the same time, for seconds before, or on a connection
     that works and repeats again."""
@@ -309,7 +347,8 @@ def _losses_beside(
     if _segments(before) > FEW and len({round(point.time) for point in before}) > 1:
         return sorted([*before, *lost])
     since = max(onset + SAMPLE_S, first - UNACKED_S)
-    return _repeated_again(bundle, blame, since=since, until=last)
+    repeated = _repeated_again(bundle, blame, since=since, until=last)
+    return repeated or _stalled_again(bundle, blame, since=since, until=min(at, last + GAP_S))
 
 
 def _repeated_again(
@@ -327,6 +366,22 @@ def _repeated_again(
             ConnectionEnd(time, key, value)
             for time, value in tracks["lost"].points(acknowledged + SAME_ROUND_S, until)
             if value > 0
+        ]
+    return sorted(found)
+
+
+def _stalled_again(
+    bundle: EvidenceBundle, blame: BlamedEnd, *, since: float, until: float
+) -> list[ConnectionEnd]:
+    """Return samples of connections of the end that stall again, after something had been acknowledged there."""
+    found: list[ConnectionEnd] = []
+    for key in {point.key for point in blame.points}:
+        tracks = bundle.links[key]
+        acknowledged = next((time for time, value in tracks["out"].points(since, until) if value > 0), until)
+        found += [
+            ConnectionEnd(time, key, value)
+            for time, value in tracks["backoff"].points(acknowledged + SAME_ROUND_S, until)
+            if value >= UNACKED_BACKOFF and not tracks["out"].at(time, within_s=SAME_ROUND_S)
         ]
     return sorted(found)
 

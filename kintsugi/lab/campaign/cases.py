@@ -72,8 +72,9 @@ ROLES: dict[Ability, tuple[Role, ...]] = {
     Ability.NUMERIC: (Role.MODEL,),
     Ability.GROW: (Role.SERVER, Role.ROLLOUT),
     Ability.USER_CODE: (Role.ROLLOUT,),
+    Ability.HOST_LOSS: (),
 }
-"""Roles that each fault type is injected into."""
+"""Roles that each fault type is injected into. A campaign loses no host: its hosts are on this machine."""
 AMOUNTS: dict[Ability, dict[str, tuple[float, float]]] = {
     Ability.CPU: {"share": (0.9, 0.98)},
     Ability.MEMORY: {"rate": (2e8, 8e8)},

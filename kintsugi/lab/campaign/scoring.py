@@ -36,6 +36,8 @@ KINDS: dict[Ability, frozenset[FaultKind]] = {
     Ability.DISK_ERROR: frozenset({FaultKind.DISK_ERROR}),
     Ability.GROW: frozenset({FaultKind.MEMORY, FaultKind.DEVICE_MEMORY}),
     Ability.USER_CODE: frozenset({FaultKind.USER_CODE}),
+    # On this machine a host is its agent.
+    Ability.HOST_LOSS: frozenset({FaultKind.HOST_LOST, FaultKind.KILLED}),
 }
 """Fault kinds that are right for each injected fault type."""
 OF_THE_DISK = frozenset({Ability.DISK_FILL, Ability.DISK_LOAD})

@@ -35,6 +35,7 @@ MECHANISMS: dict[Ability, tuple[type[FaultMechanism], ...]] = {
     Ability.DISK_ERROR: (storage.FailingCalls,),
     Ability.GROW: (memory.GrowingProcess,),
     Ability.USER_CODE: (signals.StoppedUserCode,),
+    Ability.HOST_LOSS: (signals.LostHost,),
 }
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from kintsugi.lab.faults.cgroup import GroupedFault
 from kintsugi.lab.faults.mechanism import FaultImpossible, FaultMechanism
@@ -20,6 +23,26 @@ class KillSignal(FaultMechanism):
     def begin(self) -> None:
         if not self.context.target.signal(self.number):
             raise FaultImpossible(f"process {self.pid} had ended before it could be killed")
+
+
+class LostHost(FaultMechanism):
+    """SIGKILL of an agent and of all that it has started, in one instant: the agent first, which would record their
+    ends."""
+
+    name = "SIGKILL of an agent and its processes"
+    lasts = False
+    number = signal.SIGKILL
+
+    def begin(self) -> None:
+        try:
+            below = psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess as error:
+            raise FaultImpossible(f"process {self.pid} had ended before it could be killed") from error
+        if not self.context.target.signal(self.number):
+            raise FaultImpossible(f"process {self.pid} had ended before it could be killed")
+        for child in below:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 class StopSignal(FaultMechanism):

@@ -40,6 +40,8 @@ class Ability(StrEnum):
     DISK_ERROR = "disk_error"
     GROW = "grow"
     USER_CODE = "user_code"
+    HOST_LOSS = "host_loss"
+    """Everything of the host of the target, an agent, in one instant; on another machine its supervisor too."""
 
 
 class Trigger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

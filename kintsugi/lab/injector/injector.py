@@ -35,13 +35,14 @@ import msgspec
 from kintsugi.errors import DeadlineExceeded, ProcessDied, UserError
 from kintsugi.lab import probing
 from kintsugi.lab.faults.mechanism import FaultContext, FaultMechanism
-from kintsugi.lab.faults.signals import KillSignal, StopSignal
+from kintsugi.lab.faults.signals import KillSignal, LostHost, StopSignal
 from kintsugi.lab.injector.checks import check_injection
 from kintsugi.lab.injector.injection import Ability, Injected, Injection
 from kintsugi.lab.injector.injector_process import InjectorReport
 from kintsugi.lab.injector.reaper import ReaperGuard
 from kintsugi.lab.injector.triggers import TriggerWatch
 from kintsugi.lab.injector.undo_log import ProcessIdentity, ResumeProcess, network_of
+from kintsugi.lab.testbed.remote_hosts import HERE, RemoteHosts
 from kintsugi.lab.testbed.testbed import RunTestbed
 from kintsugi.lab.testbed.tools import ToolFailed
 from kintsugi.lab.testbed.watch import MASTER, RunWatch
@@ -54,7 +55,11 @@ READY_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 15.0
 HOLD_LEASE_S = 120.0
 """Lease of the undo entry that resumes a held master if the laboratory dies meanwhile."""
-SIGNALS: dict[Ability, type[KillSignal | StopSignal]] = {Ability.KILL: KillSignal, Ability.STOP: StopSignal}
+SIGNALS: dict[Ability, type[KillSignal | StopSignal | LostHost]] = {
+    Ability.KILL: KillSignal,
+    Ability.STOP: StopSignal,
+    Ability.HOST_LOSS: LostHost,
+}
 """Faults that are one signal and need no process to prepare them."""
 
 
@@ -67,7 +72,17 @@ class InjectableRun(Protocol):
     @property
     def running(self) -> bool: ...
 
+    @property
+    def remote(self) -> RemoteHosts | None: ...
+
     def is_ours(self, pid: int) -> bool: ...
+
+
+def watch_of(run: InjectableRun) -> RunWatch:
+    """Return a new watch of a run, some of whose processes may be on other machines."""
+    if run.remote is None:
+        return RunWatch(run.run_dir)
+    return RunWatch(run.run_dir, is_elsewhere=run.remote.is_elsewhere)
 
 
 class _FaultProcess:
@@ -155,7 +170,7 @@ class Injector:
         self._markers = folder / "markers"
         self._markers.mkdir(parents=True, exist_ok=True)
         self._guard = ReaperGuard(folder / "undo.jsonl")
-        self._watch = watch if watch is not None else RunWatch(run.run_dir)
+        self._watch = watch if watch is not None else watch_of(run)
         self._owns_watch = watch is None
         self._active: dict[int, tuple[_FaultProcess, Injected]] = {}
         self._count = len(list(self._markers.glob("*.json")))
@@ -174,6 +189,9 @@ class Injector:
         trigger = TriggerWatch(
             injection.trigger, watch=self._watch, run_dir=self._run.run_dir, alive=lambda: self._run.running
         )
+        remote = self._run.remote
+        if remote is not None and remote.is_elsewhere(injection.target):
+            return self._begin_elsewhere(injection, trigger, remote)
         target = self._identify(injection.target)
         mechanism = probing.choose(injection, pid=target.pid)
         self._guard.renew()
@@ -191,13 +209,32 @@ class Injector:
         injected = self._record(
             injection,
             process=injection.target,
-            target=target,
+            pid=target.pid,
+            host=self._host_of(target),
             mechanism=mechanism,
             wall=began.wall,
             monotonic=began.monotonic,
         )
         self._active[injected.number] = process, injected
         return injected
+
+    def _begin_elsewhere(self, injection: Injection, trigger: TriggerWatch, remote: RemoteHosts) -> Injected:
+        """Begin a fault on another machine, which is a signal; nothing is undone."""
+        if injection.ability not in SIGNALS:
+            raise UserError(
+                f"{injection.ability.value} can not be done on another machine; expected one of "
+                f"{', '.join(sorted(ability.value for ability in SIGNALS))}"
+            )
+        is_whole = injection.ability is Ability.HOST_LOSS
+        while True:
+            trigger.until_holds()
+            trigger.pause()
+            host = remote.host_of(injection.target)
+            pids = {injection.target: self._watch.processes[injection.target].pid}
+            pids |= remote.processes_on(host) if is_whole else {}
+            for injected in self.signal_in_phase(injection, pids, is_whole_host=is_whole):
+                if injected.process == injection.target:
+                    return injected
 
     def _start(
         self,
@@ -226,36 +263,69 @@ class Injector:
                     return report
             trigger.until_holds()
 
-    def signal_in_phase(self, injection: Injection, pids: Mapping[str, int]) -> tuple[Injected, ...]:
+    def signal_in_phase(
+        self, injection: Injection, pids: Mapping[str, int], *, is_whole_host: bool = False
+    ) -> tuple[Injected, ...]:
         """Kill or stop all of `pids` in one instant if the master is in the phase of the trigger; else return ().
 
-        Processes that have ended, or that do not belong to the run, are left out. Nothing is undone later.
+        Processes that have ended, or that do not belong to the run, are left out. Nothing is undone later. With
+        `is_whole_host` the supervisor of their host, on another machine, ends with them.
         """
         mechanism = SIGNALS[injection.ability]
         trigger = TriggerWatch(
             injection.trigger, watch=self._watch, run_dir=self._run.run_dir, alive=lambda: self._run.running
         )
-        hit: dict[str, ProcessIdentity] = {}
+        by_host = self._by_host(pids)
+        for host in by_host.keys() - {HERE}:
+            assert self._run.remote is not None
+            self._run.remote.connect(host)
+        hit: dict[str, tuple[str, int]] = {}
+        """Process → its host and pid."""
         try:
             with self._master_held() as hold:
                 if not trigger.holds:
                     return ()
                 monotonic, wall = SYSTEM_CLOCK.monotonic(), SYSTEM_CLOCK.wall()
-                for process, pid in pids.items():
-                    with contextlib.suppress(ProcessLookupError):
-                        identity = ProcessIdentity.of(pid)
-                        if self._run.is_ours(pid) and identity.signal(mechanism.number):
-                            hit[process] = identity
+                for host, there in by_host.items():
+                    hit |= self._signal(host, there, mechanism.number, is_whole=is_whole_host)
                 if MASTER in hit and injection.ability is Ability.STOP:
                     hold.keep_stopped()
         except (ProcessDied, UserError):  # There is no master at this moment.
             return ()
         return tuple(
             self._record(
-                injection, process=process, target=target, mechanism=mechanism, wall=wall, monotonic=monotonic
+                injection,
+                process=process,
+                pid=pid,
+                host=host,
+                mechanism=mechanism,
+                wall=wall,
+                monotonic=monotonic,
             )
-            for process, target in hit.items()
+            for process, (host, pid) in hit.items()
         )
+
+    def _by_host(self, pids: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        remote, found = self._run.remote, dict[str, dict[str, int]]()
+        for process, pid in pids.items():
+            found.setdefault(HERE if remote is None else remote.host_of(process), {})[process] = pid
+        return found
+
+    def _signal(
+        self, host: str, pids: Mapping[str, int], number: signal.Signals, *, is_whole: bool
+    ) -> dict[str, tuple[str, int]]:
+        """Signal processes of one host; return those that got it."""
+        remote = self._run.remote
+        if remote is not None and host != HERE:
+            hit = remote.signal(host, number, pids, is_whole=is_whole)
+            return {process: (host, pids[process]) for process in hit}
+        found = {}
+        for process, pid in pids.items():
+            with contextlib.suppress(ProcessLookupError):
+                identity = ProcessIdentity.of(pid)
+                if self._run.is_ours(pid) and identity.signal(number):
+                    found[process] = self._host_of(identity), pid
+        return found
 
     @contextlib.contextmanager
     def _master_held(self) -> Iterator[_MasterHold]:
@@ -281,7 +351,8 @@ class Injector:
         injection: Injection,
         *,
         process: str,
-        target: ProcessIdentity,
+        pid: int,
+        host: str,
         mechanism: type[FaultMechanism],
         wall: float,
         monotonic: float,
@@ -291,8 +362,8 @@ class Injector:
         injected = Injected(
             injection=injection,
             process=process,
-            pid=target.pid,
-            host=self._host_of(target),
+            pid=pid,
+            host=host,
             mechanism=mechanism.name,
             start=wall,
             monotonic=monotonic,

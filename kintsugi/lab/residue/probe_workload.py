@@ -55,6 +55,7 @@ class ProbeRun:
     def __init__(self, run_dir: Path, *, testbed: RunTestbed | None = None, count: int = 2) -> None:
         self.run_dir = run_dir
         self.testbed = testbed
+        self.remote = None
         self._mark = uuid4().hex
         self._children: dict[str, Child] = {}
         self._names = [f"probe-{index}" for index in range(count)]

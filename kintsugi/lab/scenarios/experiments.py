@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -37,11 +37,13 @@ OWN_DISK = frozenset({Ability.DISK_FILL, Ability.DISK_LOAD})
 """Fault types that are not injected into a disk that others use."""
 CAUSES_RECOVERY = frozenset(
     {
-        *(Ability.KILL, Ability.STOP, Ability.MEMORY, Ability.DEVICE_MEMORY),
+        *(Ability.KILL, Ability.STOP, Ability.MEMORY, Ability.DEVICE_MEMORY, Ability.HOST_LOSS),
         *(Ability.NETWORK_CUT, Ability.CORRUPT, Ability.NUMERIC),
     }
 )
 """Fault types after which a run has to recover."""
+ANYWHERE = frozenset({Ability.KILL, Ability.STOP, Ability.HOST_LOSS})
+"""Fault types that can be injected on other machines: signals."""
 LEAST_DISK_MIB = 32
 """Space that a small run needs, including its next checkpoint."""
 MOST_DISK_MIB = 1 << 20
@@ -151,6 +153,30 @@ class LoadedExperiment(msgspec.Struct, frozen=True):
         return self.config if profile is Profile.OURS else self.fragile.config
 
 
+def placed_elsewhere(
+    loaded: LoadedExperiment, profile: Profile, *, on: str, place: Callable[[Resolved], Resolved]
+) -> LoadedExperiment:
+    """Return an experiment whose run is on other machines; UserError for one that changes this machine. `place` derives
+    the hosts from `cluster.on`."""
+    experiment = loaded.experiment
+    why = ""
+    if profile is not Profile.OURS:
+        why = f"the {profile} system runs on one machine; expected --profile ours"
+    elif experiment.places.isolated_hosts:
+        why = "it changes the network of hosts that are made on this machine (`places.isolated_hosts`)"
+    elif experiment.places.disk_mib is not None:
+        why = "it fills a disk that is made on this machine (`places.disk_mib`)"
+    elif other := [fault.ability.value for fault in experiment.faults if fault.ability not in ANYWHERE]:
+        why = f"{other[0]} is done to a process of this machine; elsewhere there are {', '.join(sorted(ANYWHERE))}"
+    if why:
+        raise UserError(f"{experiment.name}: --on {on}: {why}")
+    cluster = msgspec.structs.replace(loaded.config.cluster, on=on)
+    config = msgspec.structs.replace(loaded.config, cluster=cluster)
+    return msgspec.structs.replace(
+        loaded, resolved=place(msgspec.structs.replace(loaded.resolved, config=config))
+    )
+
+
 def experiments_folder() -> Path:
     """Return the folder of the experiments that are part of the package."""
     return Path(kintsugi.__file__).parent / "experiments"
@@ -247,6 +273,8 @@ def check_faults(faults: Iterable[Injection], config: Config, *, where: str, fra
         for field, process in (("target", fault.target), ("peer", fault.peer)):
             if process is not None:
                 _check_process(process, there, where=f"{at}.{field}")
+        if fault.ability is Ability.HOST_LOSS and not fault.target.startswith(f"{Role.AGENT.value}-"):
+            raise UserError(f"{at}.target: expected an agent, whose host is lost, got {fault.target!r}")
         check_injection(fault, where=f"{at}.")
         if fault.ramp_s > fault.duration_s:
             raise UserError(

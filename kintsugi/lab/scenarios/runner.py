@@ -26,13 +26,13 @@ from kintsugi.lab.campaign.blind import BlindDiagnosis
 from kintsugi.lab.fragile.timeouts import Scale
 from kintsugi.lab.injector.checks import LONGEST_FAULT_S
 from kintsugi.lab.injector.injection import Injected, Injection
-from kintsugi.lab.injector.injector import Injector
+from kintsugi.lab.injector.injector import Injector, watch_of
 from kintsugi.lab.scenarios.experiments import BASELINE_STEPS, FIRST_STEPS, LoadedExperiment, Profile
 from kintsugi.lab.scenarios.outcome import ObservedOutcome, format_record, record_of
 from kintsugi.lab.scenarios.records import RUNS_FILE, RunRecord, RunsFile, host_facts, now_as_text, write_json
 from kintsugi.lab.scenarios.system import System, system_for
 from kintsugi.lab.testbed.watch import RunWatch, StepCommit
-from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.waits import join, wait
 
 START_TIMEOUT_S = 90.0
@@ -50,6 +50,7 @@ NOT_INJECTED_FILE = "not_struck.json"
 """File in the folder of an experiment: fault → reason why it never began."""
 FAULTS_END_S = 20.0
 LOOK_S = 0.1
+PROGRESS_S = 5.0
 PREPARED_STEPS = 5
 """A fault is prepared this many steps before its trigger."""
 
@@ -67,7 +68,9 @@ def run_all(
     result = RunsFile(host=host_facts(), date=now_as_text(), scale=Scale().factor, runs=())
     for loaded, profile in chosen:
         say(f"{loaded.experiment.name} ({profile}): {loaded.experiment.title}")
-        scenario = ScenarioRun(loaded, profile, folder=folder / f"{loaded.experiment.name}-{profile}")
+        scenario = ScenarioRun(
+            loaded, profile, folder=folder / f"{loaded.experiment.name}-{profile}", say=say
+        )
         record = scenario.run()
         say(format_record(record))
         for fault, why in scenario.not_injected.items():
@@ -77,10 +80,31 @@ def run_all(
     return result
 
 
+class ProgressLines:
+    """Lines about an experiment that is under way: its start, its faults, and its step every `PROGRESS_S`."""
+
+    def __init__(self, say: Say, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._say = say
+        self._clock = clock
+        self._began = self._said = clock.monotonic()
+
+    def line(self, text: str) -> None:
+        self._said = self._clock.monotonic()
+        self._say(f"  {self._said - self._began:3.0f} s  {text}")
+
+    def step(self, step: int, *, of: int) -> None:
+        """Print the step if nothing was printed for a while. Called several times a second."""
+        if self._clock.monotonic() - self._said >= PROGRESS_S:
+            self.line(f"step {step} of {of}" if step else "starting the processes")
+
+
 class ScenarioRun:
     """One experiment on one system. No process is left running and no change is left, even after an error."""
 
-    def __init__(self, loaded: LoadedExperiment, profile: Profile, *, folder: Path) -> None:
+    def __init__(
+        self, loaded: LoadedExperiment, profile: Profile, *, folder: Path, say: Say = lambda line: None
+    ) -> None:
+        self._progress = ProgressLines(say)
         self._loaded = loaded
         self._profile = profile
         self._folder = folder
@@ -110,7 +134,7 @@ class ScenarioRun:
                         folder=self._folder,
                     )
                 )
-                watch = RunWatch(system.run.run_dir)
+                watch = watch_of(system.run)
                 stack.callback(watch.close)
                 blind = BlindDiagnosis(system.run.run_dir, folder=self._folder)
                 stack.callback(blind.close)
@@ -133,11 +157,14 @@ class ScenarioRun:
             def holds() -> bool:
                 blind.looks()
                 self._step = watch.step
+                self._progress.step(watch.step, of=self._last_step)
                 return condition() or not run.running
 
             watch.until(holds, what=what, timeout_s=timeout_s, pause_s=LOOK_S)
 
         run.start()
+        faults = ", ".join(format_fault(fault) for fault in self._faults_planned)
+        self._progress.line(f"started: {self._last_step} steps; to be injected: {faults}")
         follow(lambda: watch.step >= 1, "the first step", START_TIMEOUT_S)
         with self._faults(system):
             last = FIRST_STEPS + BASELINE_STEPS
@@ -155,6 +182,7 @@ class ScenarioRun:
                 blind.looks()  # That it did not end is what is to be recorded.
                 self._interrupt(system, watch, step_s=step_s, timeout_s=timeout_s)
         watch.look(force=True)
+        self._progress.line(f"the run ended at step {watch.step} of {self._last_step}")
 
     @property
     def _faults_planned(self) -> tuple[Injection, ...]:
@@ -236,8 +264,10 @@ class ScenarioRun:
                 )
             return
         self._injected[id(fault)] = injected
+        self._progress.line(f"{format_fault(fault)}: injected in step {self._step + 1}")
         _sleep(self._over, injected.start + injected.injection.duration_s - SYSTEM_CLOCK.wall())
         self._injected[id(fault)] = injector.end(injected)
+        self._progress.line(f"{format_fault(fault)}: undone")
 
     def _until_step(self, step: int) -> None:
         """Wait for a step, or for the end of the run."""

@@ -16,7 +16,7 @@ from kintsugi.errors import DeadlineExceeded
 from kintsugi.lab.injector.injection import Ability, Injected
 from kintsugi.lab.injector.injector import Injector
 from kintsugi.lab.soak.leak_check import ResourceGrowth
-from kintsugi.lab.soak.plan import FaultPlan, FaultRole, PlannedFault
+from kintsugi.lab.soak.plan import WHOLE_HOSTS, FaultPlan, FaultRole, PlannedFault
 from kintsugi.lab.testbed.run import MarkedRun
 from kintsugi.lab.testbed.watch import RunWatch, StepCommit
 from kintsugi.run_folder.layout import RunFolder
@@ -25,10 +25,13 @@ PHASE_WAIT_STEPS = 7
 """Steps that a planned fault waits for its phase, which may occur only every few steps, or pass too quickly."""
 PHASE_WAIT_TIMEOUT_S = 60.0
 RECOVERY_TIMEOUT_S = 30.0
+NODE_TIMEOUT_S = 120.0
+"""Time for a machine that was lost to join the run again, and for the run to go on without it."""
 RESERVE_STEPS = 8
 """Steps left at the end of a run, so that recovery from the last fault completes before it."""
 RESERVE_STEPS_AHEAD = 40
 """The same for an asynchronous run, which continues while a process is replaced, with short steps."""
+ALL_OF = {FaultRole.HOST: "host of ", FaultRole.NODE: "machine of "}
 FIRST_FAULT_PHASES = (Phase.COLLECTING, Phase.TRAINING)
 """Phases in which a rank is killed so that the next fault can begin during its recovery."""
 
@@ -72,7 +75,7 @@ class InjectedIncident(msgspec.Struct, frozen=True):
         """`kill server-1 while publishing (step 4): recovered after 0.43 s`."""
         faults = ", then ".join(
             f"{fault.planned.ability.value} "
-            f"{'host of ' if fault.planned.role is FaultRole.HOST else ''}{next(iter(fault.processes))} "
+            f"{ALL_OF.get(fault.planned.role, '')}{next(iter(fault.processes))} "
             f"while {fault.phase} (step {fault.step + 1})"
             for fault in self.faults
         )
@@ -114,7 +117,11 @@ class FaultSequence:
         assert launcher is not None
 
         def holds() -> bool:
-            pids = {process: presence.pid for process, presence in self._watch.processes.items()}
+            pids = {
+                process: presence.pid
+                for process, presence in self._watch.processes.items()
+                if self._run.remote is None or not self._run.remote.is_elsewhere(process)
+            }
             self._growth.sample({"launcher": launcher.pid, **pids})
             return condition() or not self._run.running
 
@@ -134,7 +141,25 @@ class FaultSequence:
             faults.append(fault)
         else:
             self._plan.record_missed(planned)
-        return self._recovered(faults, before=before) if faults else None
+        if not faults:
+            return None
+        incident = self._recovered(faults, before=before)
+        if fault is not None and planned.role is FaultRole.NODE and not self._is_back(fault):
+            return msgspec.structs.replace(incident, recovered=None)
+        return incident
+
+    def _is_back(self, fault: InjectedFault) -> bool:
+        """Wait until the machine of a fault has joined the run again; the run went on meanwhile."""
+        agent = next(process for process in fault.processes if process.startswith(FaultRole.AGENT.value))
+        watch = self._watch
+        with suppress(DeadlineExceeded):
+            self.until(
+                lambda: watch.processes[agent].pid != fault.processes[agent],
+                what=f"the return of {agent}",
+                timeout_s=NODE_TIMEOUT_S,
+            )
+        # The run may have ended before: then there is no host to wait for.
+        return watch.processes[agent].pid != fault.processes[agent] or not self._run.running
 
     def _inject_in_phase(self, planned: PlannedFault) -> InjectedFault | None:
         """Wait for the phase and a random position inside it, then inject; None when every attempt came too late."""
@@ -153,7 +178,8 @@ class FaultSequence:
                 return None
             if watch.is_in(phase.value) and (targets := self.choose(planned)):
                 injection = planned.injection(next(iter(targets)))
-                if injected := self._injector.signal_in_phase(injection, targets):
+                is_whole = planned.role is FaultRole.NODE
+                if injected := self._injector.signal_in_phase(injection, targets, is_whole_host=is_whole):
                     fault = InjectedFault(planned, injected)
                     self._plan.record_injected(planned.role, fault.phase)
                     return fault
@@ -167,15 +193,20 @@ class FaultSequence:
         pids = {
             process: presence.pid
             for process, presence in self._watch.processes.items()
-            if self._run.is_ours(presence.pid)
+            if self._run.has(process, presence.pid)
         }
-        role = FaultRole.AGENT if planned.role is FaultRole.HOST else planned.role
+        of_host, remote = planned.role in WHOLE_HOSTS, self._run.remote
+        role = FaultRole.AGENT if of_host else planned.role
         names = sorted(process for process in pids if process.startswith(f"{role.value}-"))
+        if planned.role is FaultRole.NODE:
+            names = [name for name in names if remote is not None and remote.is_elsewhere(name)]
         if not names:
             return {}
         name = self._plan.choose(names)
         chosen = {name: pids[name]}
-        if planned.role is FaultRole.HOST:
+        if of_host and remote is not None and remote.is_elsewhere(name):
+            chosen |= remote.processes_on(remote.host_of(name))
+        elif of_host:
             chosen |= children_of_agent(self._run.run_dir, name)
         return chosen
 
@@ -202,9 +233,19 @@ class FaultSequence:
         """Wait until every process that was hit has a successor and a step is committed since."""
         watch = self._watch
         hit = {process: pid for fault in faults for process, pid in fault.processes.items()}
+        lost = {
+            process
+            for fault in faults
+            if fault.planned.role is FaultRole.NODE
+            for process in fault.processes
+            if process.startswith(FaultRole.AGENT.value)
+        }
+        """Agents of machines that are lost: the run goes on without them."""
+        timeout_s = NODE_TIMEOUT_S if lost else RECOVERY_TIMEOUT_S
 
         def first_whole_step() -> StepCommit | None:
             now = {process: watch.processes[process] for process in hit if process in watch.processes}
+            now = {process: presence for process, presence in now.items() if process not in lost}
             if any(presence.pid == hit[process] for process, presence in now.items()):
                 return None
             return watch.committed_after(max([faults[-1].at, *(presence.at for presence in now.values())]))
@@ -213,11 +254,12 @@ class FaultSequence:
             self.until(
                 lambda: first_whole_step() is not None,
                 what=f"the recovery of {', '.join(hit)}",
-                timeout_s=RECOVERY_TIMEOUT_S,
+                timeout_s=timeout_s,
             )
         healthy = {process: pid for process, pid in before.items() if process not in hit}
         unchanged = all(
-            watch.processes[process].pid == pid and self._run.is_ours(pid) for process, pid in healthy.items()
+            watch.processes[process].pid == pid and self._run.has(process, pid)
+            for process, pid in healthy.items()
         )
         return InjectedIncident(tuple(faults), first_whole_step(), unchanged)
 

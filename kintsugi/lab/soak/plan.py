@@ -27,6 +27,14 @@ class FaultRole(StrEnum):
     AGENT = "agent"
     MASTER = "master"
     HOST = "host"
+    NODE = "node"
+    """A machine of the run: the supervisor of the host too. Only where the run is on other machines."""
+
+
+WHOLE_HOSTS = frozenset({FaultRole.HOST, FaultRole.NODE})
+"""Targets that are many processes."""
+HERE_ROLES = tuple(role for role in FaultRole if role is not FaultRole.NODE)
+"""Targets of a run on this machine."""
 
 
 class PlannedFault(msgspec.Struct, frozen=True):
@@ -52,7 +60,7 @@ class FaultPlan:
         self,
         seed: random.Random,
         *,
-        roles: Collection[FaultRole] = tuple(FaultRole),
+        roles: Collection[FaultRole] = HERE_ROLES,
         phases: Collection[Phase] = INJECTABLE_PHASES,
         abilities: Sequence[Ability] = SIGNAL_ABILITIES,
     ) -> None:
@@ -68,7 +76,9 @@ class FaultPlan:
 
         least = min(map(weight, self._pairs))
         role, phase = self._random.choice([pair for pair in self._pairs if weight(pair) <= least])
-        return PlannedFault(role, self._random.choice(self._abilities), phase)
+        # A machine that is lost does not stop; it is gone.
+        ability = Ability.KILL if role is FaultRole.NODE else self._random.choice(self._abilities)
+        return PlannedFault(role, ability, phase)
 
     def record_injected(self, role: str, phase: str) -> None:
         """Count a fault in the phase that it was injected in, which may not be the planned one."""

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kintsugi.errors import StorageError
 from kintsugi.lab.injector.injection import Ability
-from kintsugi.lab.soak.plan import SIGNAL_ABILITIES, FaultRole
+from kintsugi.lab.soak.plan import SIGNAL_ABILITIES, WHOLE_HOSTS, FaultRole
 
 PARTS = ("detect", "start", "rebuild", "repair", "replay")
 MIN_FAULTS_PER_PAIR = 2
@@ -202,7 +202,7 @@ def recovery(faults: Sequence[FaultReport]) -> dict[str, Percentiles]:
 def _groups(faults: Sequence[FaultReport]) -> Iterator[tuple[str, list[FaultReport]]]:
     for kind in SIGNAL_ABILITIES:
         of_kind = [fault for fault in faults if fault.kind == kind.value]
-        yield f"{kind.value} of one process", [f for f in of_kind if f.role != FaultRole.HOST.value]
+        yield f"{kind.value} of one process", [f for f in of_kind if f.role not in WHOLE_HOSTS]
         for target in FaultRole:
             yield f"{kind.value} {target.value}", [f for f in of_kind if f.role == target.value]
 
@@ -214,7 +214,7 @@ def full_restart(seconds: Sequence[float], faults: Sequence[FaultReport]) -> Ful
     recovered = [
         fault.recovered_ms / 1000
         for fault in single(faults)
-        if fault.recovered_ms is not None and (fault.kind, fault.role) != ("kill", FaultRole.HOST.value)
+        if fault.recovered_ms is not None and fault.role not in WHOLE_HOSTS
         if fault.kind == Ability.KILL.value
     ]
     mean_s, recovery_s = statistics.fmean(seconds), statistics.fmean(recovered) if recovered else None

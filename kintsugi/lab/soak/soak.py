@@ -20,12 +20,12 @@ from kintsugi.control.phases.table import Phase
 from kintsugi.errors import DeadlineExceeded
 from kintsugi.journal.journal import read_facts
 from kintsugi.lab.injector.injection import INJECTABLE_PHASES, Ability
-from kintsugi.lab.injector.injector import Injector
+from kintsugi.lab.injector.injector import Injector, watch_of
 from kintsugi.lab.soak import report as reports
 from kintsugi.lab.soak.faults import RECOVERY_TIMEOUT_S, FaultSequence, InjectedIncident
 from kintsugi.lab.soak.journal_audit import JournalAudit, audit, first_difference
 from kintsugi.lab.soak.leak_check import ResourceGrowth
-from kintsugi.lab.soak.plan import SIGNAL_ABILITIES, FaultPlan, FaultRole
+from kintsugi.lab.soak.plan import HERE_ROLES, SIGNAL_ABILITIES, FaultPlan, FaultRole
 from kintsugi.lab.soak.report import MIN_FAULTS_PER_PAIR, FaultReport, Report, Totals
 from kintsugi.lab.testbed.outputs import Output
 from kintsugi.lab.testbed.run import MarkedRun
@@ -38,6 +38,8 @@ STEPS_PER_FAULT = 3
 """Steps of a run per fault: one or two until the recovery, then up to `checkpoint.every` until the planned phase."""
 STEPS_PER_COLD_FAULT = 7
 """The same without a fork server: the run continues while a new server imports its libraries."""
+STEPS_PER_FAULT_AWAY = 20
+"""The same on other machines: the run continues while a lost one is started again."""
 EXTRA_STEPS = 12
 EXTRA_STEPS_AHEAD = 40
 MOST_RUNS = 6
@@ -63,23 +65,29 @@ class Soak:
         num_faults: int,
         seed: int,
         cold: bool = False,
-        roles: Collection[FaultRole] = tuple(FaultRole),
+        roles: Collection[FaultRole] | None = None,
         phases: Collection[Phase] = INJECTABLE_PHASES,
         abilities: Sequence[Ability] = SIGNAL_ABILITIES,
         num_restarts: int = len(RESTARTS),
         output: Output | None = None,
         say: Say = lambda line: None,
     ) -> None:
+        is_away = bool(config.cluster.on)
+        if roles is None:
+            roles = tuple(FaultRole) if is_away else HERE_ROLES
         # An asynchronous run continues while a process is replaced.
         continues = cold or config.asynchrony.max_staleness > 0
         steps_per_fault = STEPS_PER_COLD_FAULT if continues else STEPS_PER_FAULT
+        if is_away:
+            steps_per_fault = STEPS_PER_FAULT_AWAY
         extra = EXTRA_STEPS_AHEAD if config.asynchrony.max_staleness > 0 else EXTRA_STEPS
         self._config = with_steps(config, steps=steps_per_fault * num_faults + extra)
         self._folder = folder
         self._num_faults = num_faults
         self._seed = seed
         self._cold = cold
-        self._num_restarts = num_restarts
+        # What is on other machines ends only when the launcher was away for `cluster.away_s`: no full restart to time.
+        self._num_restarts = 0 if is_away else num_restarts
         self._output = output
         self._say = say
         self._plan = FaultPlan(random_stream(seed, "faults"), roles=roles, phases=phases, abilities=abilities)
@@ -225,7 +233,7 @@ class Soak:
     ) -> tuple[MarkedRun, RunWatch]:
         config = self._config if steps is None else with_steps(self._config, steps=steps)
         run = MarkedRun(config, run_dir=self._folder / name, cold=self._cold, output=output)
-        return run, RunWatch(run.run_dir)
+        return run, watch_of(run)
 
     def _finish(self, run: MarkedRun, watch: RunWatch) -> str | None:
         """Follow a run to its end; return None when it succeeded, else the reason."""

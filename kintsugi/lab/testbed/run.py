@@ -25,6 +25,7 @@ from kintsugi.errors import KintsugiError, UserError
 from kintsugi.lab.testbed.growth import with_growth
 from kintsugi.lab.testbed.outputs import CommandOutput, Output
 from kintsugi.lab.testbed.process_tags import carriers, carries
+from kintsugi.lab.testbed.remote_hosts import RemoteHosts
 from kintsugi.lab.testbed.testbed import RunTestbed
 from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_USER_ERROR
 from kintsugi.run_folder.creation import create_run_dir
@@ -70,6 +71,8 @@ class MarkedRun:
         self._lifeline = -1
         """Write end of the pipe whose end stops a run that was started with an output."""
         self.config = msgspec.structs.replace(config, run_dir=str(run_dir))
+        self.remote = RemoteHosts(self.config, run_dir=run_dir) if config.cluster.on else None
+        """Hosts on other machines, with `cluster.on`."""
         self.launcher: Child | None = None
         self._cold = cold
         self._mark = uuid4().hex
@@ -131,8 +134,12 @@ class MarkedRun:
         """Whether a process carries the mark of this run."""
         return carries(pid, self._mark)
 
+    def has(self, process: str, pid: int) -> bool:
+        """Whether this is a process of the run. One on another machine is known by the master only."""
+        return (self.remote is not None and self.remote.is_elsewhere(process)) or self.is_ours(pid)
+
     def pids(self) -> list[int]:
-        """Return all running processes of the run."""
+        """Return all running processes of the run, on this machine."""
         return carriers(self._mark)
 
     def kill_everything(self) -> None:
@@ -151,6 +158,8 @@ class MarkedRun:
     def close(self) -> None:
         """End the remaining processes of the run."""
         self.kill_everything()
+        if self.remote is not None:
+            self.remote.close()
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1

@@ -42,7 +42,10 @@ class RunWatch:
     """Follows a run. `glance` reads the master's events only and costs microseconds; `look` reads those of all
     processes."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, is_elsewhere: Callable[[str], bool] = lambda process: False) -> None:
+        """`is_elsewhere`: whether a process is on another machine, whose monotonic clock says nothing here: its events
+        are of the moment at which they arrive."""
+        self._is_elsewhere = is_elsewhere
         self._folder = RunFolder(run_dir).events_folder
         self._tails: dict[str, Tail] = {MASTER: Tail(self._folder / f"{MASTER}.jsonl")}
         self._phase_times: list[float] = []
@@ -109,6 +112,9 @@ class RunWatch:
                 self._take(record)
 
     def _take(self, record: Record) -> None:
+        if record.stamp.process != MASTER and self._is_elsewhere(record.stamp.process):
+            stamp = msgspec.structs.replace(record.stamp, monotonic=SYSTEM_CLOCK.monotonic())
+            record = msgspec.structs.replace(record, stamp=stamp)
         at = record.stamp.monotonic
         match record.event:
             case ProcessBegan(pid=pid):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -16,6 +18,8 @@ import psutil
 
 UNLIMITED = 1 << 60
 """Version 1 writes "no limit" as the largest number of pages, which is above this."""
+MOST_GROUPS = 4096
+"""Bound of a search through all groups of a host."""
 
 
 class ProcessGroups(msgspec.Struct, frozen=True):
@@ -148,6 +152,16 @@ class ControlGroups:
         names = ("memory.events.local", "memory.events") if groups.unified else ("memory.oom_control",)
         counts = (_entry(groups.memory / name, "oom_kill") for name in names)
         return next((int(count) for count in counts if count is not None), None)
+
+    def created_since(self, wall: float) -> Iterator[ProcessGroups]:
+        """Yield the memory groups of version 1 that were created since a time, among the first MOST_GROUPS."""
+        root = next((mount.path for mount in self._mounts if "memory" in mount.controllers), None)
+        if root is None:
+            return
+        for folder, _, _ in islice(os.walk(root), MOST_GROUPS):
+            with suppress(OSError):
+                if os.stat(folder).st_mtime >= wall and Path(folder) != root:
+                    yield ProcessGroups(memory=Path(folder))
 
     def _upwards(self, folder: Path | None) -> Iterator[Path]:
         roots = {mount.path for mount in self._mounts}

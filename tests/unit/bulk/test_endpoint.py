@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -132,6 +134,72 @@ def test_a_withdrawn_export_ends_transfers_before_its_memory_is_used_again(tagge
     assert not any(each.export for each in server._connections)
     thread.join(10)
     assert len(failed) == 1
+
+
+# Hosts that lack something.
+
+
+class FullHost(socket.socket):
+    """A listener whose first connections find no free descriptor."""
+
+    attempts: list[float]
+    num_failing = 2
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        accepted = super().accept() if len(self.attempts) >= self.num_failing else None
+        if accepted is None:
+            self.attempts.append(time.monotonic())
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accepted
+
+
+def test_a_server_without_a_free_descriptor_waits_before_it_accepts_again(
+    tagged: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[float] = []
+
+    def open_listener(address: tuple[str, int], *, backlog: int) -> socket.socket:
+        listener = FullHost()
+        listener.attempts = attempts
+        listener.bind(address)
+        listener.listen(backlog)
+        return listener
+
+    monkeypatch.setattr(socket, "create_server", open_listener)
+    offer, client = offered(tagged), tagged.endpoints["server-0"].client
+    assert fetched(client, offer) == CONTENT
+    first, second = attempts
+    assert second - first >= 0.9 * server_module.ACCEPT_PAUSE_S
+
+
+def test_a_server_that_waits_for_descriptors_is_closed_at_once(
+    tagged: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "ACCEPT_PAUSE_S", 60.0)
+    server = tagged.endpoints["model-0"].server
+    opened = opened_as(tagged, "server-0", Credentials.create("server-0"))
+    monkeypatch.setattr(server, "_attempt_accept", lambda listener: False)
+    host, _, port = opened.address.rpartition(":")
+    with socket.create_connection((host, int(port))):
+        since = time.monotonic()
+        server.close()
+        assert time.monotonic() - since < server_module.CLOSE_S
+    del tagged.endpoints["model-0"]
+
+
+def test_a_listener_whose_thread_could_not_be_started_is_opened_again(
+    tagged: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer, client = offered(tagged), tagged.endpoints["server-0"].client
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RefusedError("no thread is left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server_module, "_start", no_thread)
+        with pytest.raises(RefusedError, match="no thread is left"):
+            fetched(client, offer)
+    assert fetched(client, offer) == CONTENT
 
 
 # Strangers.

@@ -3,9 +3,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import msgspec
 import pytest
 
 from kintsugi.cli import main, supervisor
+from kintsugi.cli.live import LiveView
 from kintsugi.cluster import launcher
 from kintsugi.config import recipe
 from kintsugi.config.recipe import description, load, load_config, packaged_recipes
@@ -490,6 +493,41 @@ def test_attach_to_an_ended_run_shows_its_results_and_of_an_interrupted_one_name
     assert "expected a run that is running, it was interrupted; try `kintsugi resume mine`" in result.errors
 
 
+@pytest.mark.parametrize("inherited", [signal.default_int_handler, signal.SIG_IGN], ids=["", "ignored"])
+def test_ctrl_c_detaches_also_where_the_signal_or_exceptions_are_ignored(
+    kintsugi: Kintsugi, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, inherited: Any
+) -> None:
+    kintsugi("train", GRPO, "run_dir=mine")
+
+    class Collected:
+        """Its end calls back; Python prints and ignores an exception that is raised there."""
+
+    def interrupt_in_a_callback(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(1000))  # The interpreter handles signals between two instructions.
+
+    ticks: list[LiveView] = []
+
+    def tick(view: LiveView) -> None:
+        ticks.append(view)
+        collected = Collected()
+        reference = weakref.ref(collected, interrupt_in_a_callback)
+        del collected
+        assert reference() is None
+
+    monkeypatch.setattr(LiveView, "tick", tick)
+    monkeypatch.setattr("kintsugi.cli.run_actions.find_started", lambda folder: True)
+    launcher = reader.Launcher(os.getpid(), 0, "here", "")
+    monkeypatch.setattr(reader, "living_launcher", lambda folder: launcher if len(ticks) < 3 else None)
+    before = signal.signal(signal.SIGINT, inherited)
+    try:
+        result = kintsugi("attach", "mine")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.code == 0 and "detached; the run goes on" in result.output
+    assert len(ticks) == 1, "the first Ctrl-C is enough"
+
+
 @pytest.mark.parametrize("command", ["check", "train"])
 def test_a_cut_weight_file_is_refused_in_one_sentence_before_anything_starts(
     command: str, kintsugi: Kintsugi, cluster: FakeCluster, tmp_path: Path
@@ -558,3 +596,21 @@ def test_a_copied_recipe_can_be_used_where_it_lies_and_overwrites_nothing(
 
 def test_check_takes_the_name_of_a_packaged_recipe(kintsugi: Kintsugi) -> None:
     assert "graph of sft" in kintsugi("check", "sft_arithmetic").output
+
+
+def test_a_soak_strikes_only_the_roles_that_were_asked_for(
+    kintsugi: Kintsugi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str] | None] = []
+
+    def soak(*_: object, roles: tuple[str, ...] | None, **options: object) -> None:
+        asked.append(None if roles is None else [*roles])
+        raise UserError("no soak is made here")
+
+    monkeypatch.setattr("kintsugi.lab.soak.soak.Soak", soak)
+    for number, roles in enumerate((["--role", "model", "--role", "agent"], [])):
+        kintsugi("soak", GRPO, *roles, f"run_dir=soak-{number}")
+    assert asked == [["model", "agent"], None]
+    refused = kintsugi("soak", GRPO, "--role", "trainer")
+    assert refused.code == 2
+    assert "'trainer' is not one of" in " ".join(refused.errors.replace("│", " ").split())

@@ -17,7 +17,7 @@ from uuid import uuid4
 import pytest
 
 import kintsugi
-from kintsugi.cluster.backends.contract import Backend, HostCame, HostEvent, HostOrder, HostWent
+from kintsugi.cluster.backends.contract import Backend, HostCame, HostEvent, HostLeaves, HostOrder, HostWent
 from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend
 from kintsugi.cluster.backends.local import LocalBackend
 from kintsugi.cluster.backends.ray import RayBackend
@@ -342,6 +342,14 @@ def test_a_host_can_be_replaced_before_its_engine_has_noticed_its_loss(engine: E
         assert time.monotonic() < deadline
         engine.advance()
     assert engine.running()["host-1"] != before["host-1"]
+
+
+def test_a_host_whose_engine_asks_for_it_is_to_be_left_and_the_others_are_not(engine: Engine) -> None:
+    before = started(engine)
+    engine.backend.asked_to_end("host-2", "a signal")
+    told = engine.until((HostLeaves, "host-2"))
+    assert told == [HostLeaves("host-2", "a signal")]
+    assert engine.running() == before
 
 
 def test_nothing_is_left_after_all_was_given_back_and_it_may_be_given_back_twice(engine: Engine) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,10 @@ class Kernel(ControlGroups):
     def __init__(self) -> None:
         super().__init__()
         self.counts = {Path("/a"): 0, Path("/b"): 0}
+        self.created: list[Path] = []
+
+    def created_since(self, wall: float) -> Iterator[ProcessGroups]:
+        return (ProcessGroups(memory=path) for path in self.created)
 
     def of(self, pid: int) -> ProcessGroups:
         return ProcessGroups(memory=Path("/a") if pid == 1 else Path("/b"))
@@ -103,6 +108,44 @@ def test_a_process_that_was_moved_just_before_it_died_is_found_by_its_remains(
     monkeypatch.setattr(kernel, "of", lambda pid: ProcessGroups(memory=Path("/new"), unified=unified))
     ledger.update_group(1)
     assert ledger.explains(1, 11.0) is unified, "remains say nothing in the first version"
+
+
+def test_a_process_that_is_being_ended_keeps_the_group_that_it_was_last_seen_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel, exiting = Kernel(), set[int]()
+    monkeypatch.setattr(exit_recorder, "oom_kills", lambda: sum(kernel.counts.values()))
+    ledger = OomAttribution(kernel, is_exiting=lambda pid: pid in exiting)
+    ledger.update_groups([1, 2])
+    ledger.count(10.0)
+    kernel.counts |= {Path("/a"): 1, Path("/"): 0}
+    monkeypatch.setattr(kernel, "of", lambda pid: ProcessGroups(memory=Path("/")))
+    exiting.add(1)
+    ledger.update_groups([1, 2])
+    assert ledger.explains(1, 11.0)
+    kernel.counts[Path("/b")] = 1
+    assert not ledger.explains(2, 11.0), "this one lives, and has been moved to the root"
+
+
+@pytest.mark.parametrize(
+    ("created", "host_counts", "of_memory"),
+    [("/new", True, True), ("/b", True, False), ("/new", False, False), (None, True, False)],
+    ids=["killed there", "group of another process", "nothing was killed just now", "no new group"],
+)
+def test_a_new_group_in_which_the_kernel_killed_explains_a_process_that_was_moved_unseen(
+    monkeypatch: pytest.MonkeyPatch, created: str | None, host_counts: bool, of_memory: bool
+) -> None:
+    kernel, killed = Kernel(), [5]
+    monkeypatch.setattr(exit_recorder, "oom_kills", lambda: killed[0])
+    ledger = OomAttribution(kernel)
+    ledger.update_groups([1, 2])
+    ledger.count(10.0)
+    killed[0] += host_counts
+    if created is not None:
+        kernel.created = [Path(created)]
+        kernel.counts[Path(created)] = 1
+    assert ledger.explains(1, 11.0) is of_memory
+    assert not ledger.explains(1, 11.1), "each kill explains one death"
 
 
 class Moved(OomAttribution):

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kintsugi.checkpoint.store import Checkpoint
 from kintsugi.cluster.backends.ssh import RemoteHost, read_hosts_file, ssh_command
 from kintsugi.cluster.file_mirror import FileReader, FileWriter
 from kintsugi.cluster.host_manager import SILENT_S, HostPhase, HostRecord, decide
@@ -18,13 +17,9 @@ from kintsugi.cluster.joining import HostNeeds, versions, why_refused
 from kintsugi.cluster.run_files import SCRATCH, RunFiles
 from kintsugi.config.schema import AlgorithmSection, ClusterSection, Config
 from kintsugi.control.placement import hosts_without_slots, plan_layout
-from kintsugi.errors import ConfigError, Fault, RefusedError, StorageError, StorageFull, WorldError
-from kintsugi.protocol.hosts import HostFacts, StoreFile
-from kintsugi.protocol.membership import Ok
-from kintsugi.protocol.messages import Body
+from kintsugi.errors import ConfigError, RefusedError
+from kintsugi.protocol.hosts import HostFacts
 from kintsugi.runtime.proc import process_start_time
-from kintsugi.training.checkpoint_delivery import CheckpointDelivery
-from kintsugi.transport import Reply
 from kintsugi.types import Role
 
 FACTS = HostFacts(
@@ -187,42 +182,3 @@ def test_scratch_folders_of_other_machines_are_left_alone(tmp_path: Path) -> Non
         (tmp_path / name / RECORD).write_bytes(msgspec.json.encode(record))
     remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alive here", "elsewhere"]
-
-
-def test_a_checkpoint_that_was_given_up_on_its_way_is_not_kept(tmp_path: Path) -> None:
-    sent: list[Body] = []
-    given_up: list[str] = []
-
-    def call(process: str, body: Body, *, deadline_s: float) -> Reply:
-        sent.append(body)
-        given_up.append("a rollback")
-        return Reply(Ok())
-
-    def check() -> None:
-        if given_up:
-            raise RefusedError(f"the save of step 3 was given up: {given_up[0]}")
-
-    folder = tmp_path / "step-000003"
-    folder.mkdir()
-    for name in ("a", "b"):
-        (folder / name).write_bytes(b"bytes")
-    delivery = CheckpointDelivery(call, agent="agent-0", folder=tmp_path)
-    with pytest.raises(RefusedError, match="given up: a rollback"):
-        delivery.deliver(Checkpoint(folder, 3, "grpo", "digest"), keep=2, best_steps=(), check=check)
-    assert [type(body) for body in sent] == [StoreFile]
-
-
-@pytest.mark.parametrize(("kind", "expected"), [("StorageFull", StorageFull), ("StorageError", StorageError)])
-def test_a_disk_that_fails_beside_the_master_is_a_failure_of_storage(
-    kind: str, expected: type[StorageError], tmp_path: Path
-) -> None:
-    def call(process: str, body: Body, *, deadline_s: float) -> Reply:
-        raise WorldError("no space left", cause=Fault("id", kind, "agent-0", "no space left", 0.0))
-
-    folder = tmp_path / "step-000003"
-    folder.mkdir()
-    (folder / "a").write_bytes(b"bytes")
-    delivery = CheckpointDelivery(call, agent="agent-0", folder=tmp_path)
-    with pytest.raises(StorageError, match="no space left") as caught:
-        delivery.deliver(Checkpoint(folder, 3, "grpo", "digest"), keep=2, best_steps=())
-    assert type(caught.value) is expected

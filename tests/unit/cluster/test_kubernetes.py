@@ -17,7 +17,14 @@ import pytest
 import yaml
 
 from kintsugi.cli.hosts import moved, placed_cluster
-from kintsugi.cluster.backends.contract import HostCame, HostDoubted, HostEvent, HostOrder, HostWent
+from kintsugi.cluster.backends.contract import (
+    HostCame,
+    HostDoubted,
+    HostEvent,
+    HostLeaves,
+    HostOrder,
+    HostWent,
+)
 from kintsugi.cluster.backends.kubernetes import manifests
 from kintsugi.cluster.backends.kubernetes.access import Access, load_access, read_kubeconfig
 from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend
@@ -173,6 +180,20 @@ def test_a_pod_on_a_node_that_is_silent_is_doubted_and_not_lost() -> None:
         HostDoubted("host-1", "its node h1 is not ready")
     ]
     assert pods.see(running(), deleted=False, now=3.0) == [HostDoubted("host-1", "")]
+
+
+def test_a_pod_that_is_being_deleted_is_left_in_order_and_lost_if_it_is_silent() -> None:
+    pods = tracker()
+    pods.see(running(), deleted=False, now=1.0)
+    going = running()
+    going["metadata"]["deletionTimestamp"] = "2026-11-19T15:00:30Z"
+    why = "its pod is being deleted"
+    assert pods.see(going, deleted=False, now=2.0) == [
+        HostDoubted("host-1", why),
+        HostLeaves("host-1", why),
+    ]
+    assert pods.see(going, deleted=False, now=3.0) == [], "it is told once"
+    assert pods.see(going, deleted=True, now=4.0) == [HostWent("host-1", "its pod was deleted")]
 
 
 def test_the_pod_that_a_job_makes_by_itself_is_kept_when_its_host_is_ordered() -> None:

@@ -230,3 +230,15 @@ def test_a_node_leaves_when_no_driver_asks_any_more_and_its_supervisor_has_ended
     actor.end(0.1)
     until(lambda: bool(left), "its leave", timeout_s=20.0)
     assert set(left) == {"host-2"}
+
+
+def test_a_node_is_given_back_when_ray_answers_again() -> None:
+    asked: list[str] = []
+
+    def leave(name: str) -> None:
+        asked.append(name)
+        if len(asked) == 1:
+            raise RuntimeError("the head of the cluster does not answer")
+
+    HostActor(name="host-2", lease_s=0.0, supervisor=None, leave=leave)
+    until(lambda: len(asked) > 1, "its second attempt", timeout_s=20.0)

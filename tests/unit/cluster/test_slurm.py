@@ -11,9 +11,11 @@ import pytest
 from kintsugi.cli.slurm import JobState, check_section, job_script
 from kintsugi.cluster.backends.slurm import (
     Allocation,
+    JobFate,
     SlurmNode,
     choose_node,
     client_words,
+    fate_of,
     parse_nodes,
     read_allocation,
     step_command,
@@ -42,6 +44,28 @@ def test_nodes_are_read_with_address_resources_and_states() -> None:
     assert third.states == {"DOWN", "NOT_RESPONDING"} and not third.is_usable and not third.is_leaving
     assert fourth.is_usable and fourth.gres == ""
     assert parse_nodes("slurm_load_node error: Unable to contact slurm controller\n") == ()
+
+
+JOB = """\
+JobId=7 JobName=kintsugi-tiny UserId=me(1000) Priority=1 JobState=RUNNING Reason=None Dependency=(null) Requeue=1 \
+StartTime=2026-11-19T15:00:00 EndTime=2026-11-19T15:10:00 PreemptEligibleTime=2026-11-19T15:00:00 PreemptTime=None
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "fate"),
+    [
+        (JOB, JobFate.GOES_ON),
+        (JOB.replace("PreemptTime=None", "PreemptTime=2026-11-19T15:05:00"), JobFate.PREEMPTED),
+        (JOB.replace("RUNNING", "PENDING"), JobFate.ENDS),
+        (JOB.replace("RUNNING", "CANCELLED"), JobFate.ENDS),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n", None),
+    ],
+)
+def test_a_job_that_is_preempted_or_ends_is_told_from_one_that_goes_on(
+    text: str, fate: JobFate | None
+) -> None:
+    assert fate_of(text) == fate
 
 
 ENVIRONMENT = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-4]", "SLURMD_NODENAME": "n4"}

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 
 import msgspec
+import pytest
 
 from kintsugi.config.schema import (
     ActorSection,
@@ -10,6 +11,7 @@ from kintsugi.config.schema import (
     ClusterSection,
     Config,
     GenerationSection,
+    LayoutSection,
     ModelSection,
     NewModel,
 )
@@ -71,3 +73,21 @@ def test_what_samples_nothing_has_neither_manager_nor_servers() -> None:
     roles = Counter(process.role for process in plan_layout(config))
     assert roles == {Role.AGENT: 2, Role.MASTER: 1, Role.MODEL: 2, Role.ROLLOUT: 2}
     assert num_spread_processes(config) == 4
+
+
+@pytest.mark.parametrize(
+    ("workers", "shards", "hosts"), [(4, 2, 2), (6, 3, 2), (6, 2, 3), (8, 2, 2), (24, 2, 12)]
+)
+def test_the_ranks_that_hold_one_part_are_on_different_hosts(workers: int, shards: int, hosts: int) -> None:
+    config = config_with(hosts=hosts, workers=workers)
+    cut = msgspec.structs.replace(config.actor, layout=LayoutSection(shards=shards))
+    found = plan_layout(msgspec.structs.replace(config, actor=cut))
+    placed = {plan.process: plan.host for plan in found}
+    for shard in range(shards):
+        holders = {placed[f"model-{rank}"] for rank in range(shard, workers, shards)}
+        assert len(holders) == min(hosts, workers // shards)
+    before = plan_layout(config)
+    assert Counter(plan.host for plan in found) == Counter(plan.host for plan in before)
+    assert [plan for plan in found if plan.role is not Role.MODEL] == [
+        plan for plan in before if plan.role is not Role.MODEL
+    ]

@@ -13,6 +13,7 @@ from kintsugi.telemetry.events import (
     AlertEvent,
     BytesDamaged,
     FaultHandled,
+    HostLost,
     JournalPaused,
     LeaseUnanswered,
     OperationFailed,
@@ -384,6 +385,27 @@ def test_that_everybody_fell_silent_at_once_is_named_when_nobody_records_any_mor
     assert "kintsugi resume" in found.causes[0].advice
     run.say("master-0", Transition("master", "run", "", "ended", "finished"))
     assert look(run.bundle, at=run.bundle.at, is_over=True).causes == ()
+
+
+def test_a_machine_that_is_gone_is_named_and_not_the_processes_that_were_on_it() -> None:
+    run = HealthyRun().play(30)
+    there = run.hosts["host-1"]
+    run.silent, run.stalled = set(there), True
+    run.play(3)
+    why = "host-1 (b, 10.0.0.12) is lost: its connection was closed, and it is silent for 2.6 s"
+    run.say("host_manager-0", HostLost(why, of="agent-1", host="host-1"))
+    for process in there:
+        run.fault("HostLost", process, "its connection was closed")
+    # They begin again on the other host; the agent comes back later.
+    run.hosts = {"host-0": (*run.hosts["host-0"], *there[1:]), "host-1": ("agent-1",)}
+    for process in there[1:]:
+        run.pids[process] += 1000
+        run.say(process, ProcessBegan(process.rpartition("-")[0], "2", run.pids[process]))
+    run.silent, run.stalled = {"agent-1"}, False
+    run.play(2)
+    (cause,) = diagnosis_of(run).causes
+    assert (cause.process, cause.kind) == ("agent-1", "host_lost")
+    assert cause.onset == START + 30 and "10.0.0.12" in cause.summary
 
 
 def broken(run: HealthyRun, *, generation: int, by: str, peer: str, why: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kintsugi.diagnosis.evidence import MASTER
 from tests.unit.diagnosis.healthy import HOSTS, LINKS, Change, HealthyRun
 from tests.unit.diagnosis.looking import diagnosis_of, named
@@ -131,6 +133,35 @@ def test_a_connection_that_is_acknowledged_and_then_repeats_again_loses_and_is_n
 
     run.changes["model-1", "model-0"] = passes_once
     assert named(run.play(7)) == [("model-1", "network_loss")]
+
+
+@pytest.mark.parametrize("kind", ["network_loss", "network_cut"])
+def test_a_stalled_connection_beside_others_that_pass_is_named_when_it_is_clear_that_they_lose_nothing(
+    kind: str,
+) -> None:
+    run = HealthyRun().play(30)
+    run.changes["model-1", MASTER] = cut(since=30)
+    run.play(4)
+    assert named(run) == [], (
+        "half of the packets may be lost: one connection stalls, and the others pass some"
+    )
+    if kind == "network_loss":
+        run.changes["model-1", "model-0"] = lambda now, rates: rates.update(retransmits=3.0)
+    assert named(run.play(3)) == [("model-1", kind)]
+
+
+def test_a_connection_that_stalls_again_after_something_was_acknowledged_loses_and_is_not_cut() -> None:
+    """A run that stands still sends so little that only one connection shows it."""
+    run = HealthyRun().play(30)
+
+    def stalls_twice(now: float, rates: dict[str, float]) -> None:
+        since = 31 if now < 36 else 36
+        rates.update(out_bytes=0.0, backoff=min(3.0, now - since))
+        if now == 36:
+            rates.update(out_bytes=1000.0, backoff=0.0)
+
+    run.changes["model-1", MASTER] = stalls_twice
+    assert named(run.play(8)) == [("model-1", "network_loss")]
 
 
 def test_a_connection_that_stalls_after_losses_of_several_seconds_is_not_cut() -> None:

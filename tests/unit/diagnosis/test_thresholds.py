@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kintsugi.diagnosis.ranking import replaceable
-from tests.unit.diagnosis.healthy import PROCESSES, START, HealthyRun
+from tests.unit.diagnosis.healthy import HOSTS, LINKS, PROCESSES, START, HealthyRun
 from tests.unit.diagnosis.looking import diagnosis_of, named
 
 
@@ -167,9 +167,21 @@ def test_a_name_that_never_could_be_resolved_is_not_what_is_wrong_now() -> None:
 def test_a_name_that_is_not_resolved_for_seconds_is_named_also_when_that_lasts() -> None:
     run = HealthyRun().play(30)
     run.changes["host-1"] = lambda now, values: values.update(resolve_pending_s=(now - 30) % 6)
-    assert named(run.play(5)) == []
+    assert named(run.play(3)) == []
     for _ in range(10):
         assert named(run.play(1)) == [("agent-1", "dns")]
+
+
+@pytest.mark.parametrize("rates", [{"out_bytes": 0.0}, {"retransmits": 2.0}, {"backoff": 2.0}])
+def test_a_name_that_is_not_resolved_is_named_later_where_the_network_may_be_the_reason(
+    rates: dict[str, float],
+) -> None:
+    run = HealthyRun().play(30)
+    of_host_1 = HOSTS["host-1"]
+    for link in [link for link in LINKS if (link[0] in of_host_1) != (link[1] in of_host_1)]:
+        run.changes[link] = lambda now, values: values.update(rates if now > 32 else {})
+    run.changes["host-1"] = lambda now, values: values.update(resolve_pending_s=(now - 30) % 6)
+    assert ("agent-1", "dns") not in named(run.play(4))
 
 
 def test_an_accelerator_without_memory_is_named_when_it_goes_with_harm_and_grew() -> None:

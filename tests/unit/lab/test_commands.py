@@ -116,3 +116,31 @@ def test_where_a_result_can_not_be_written_is_told_before_anything_is_made(tmp_p
     with pytest.raises(UserError, match="can not be written"):
         commands.new_folder(tmp_path / "new", name="lab", json=blocked / "result.json")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("S1", "it changes the network of hosts that are made on this machine"),
+        ("S2", "cpu is done to a process of this machine; elsewhere there are host_loss, kill, stop"),
+        ("S3", "it changes the network"),
+        ("S4", "it changes the network"),
+        ("S5", "it fills a disk that is made on this machine"),
+    ],
+)
+def test_an_experiment_that_changes_this_machine_is_refused_by_name_on_others(name: str, why: str) -> None:
+    with pytest.raises(UserError, match=f"{name}: --on hosts.txt: {why}"):
+        commands.run_experiments(
+            [name], profile="ours", folder=None, json=None, say=lambda line: None, on="hosts.txt"
+        )
+
+
+def test_the_fragile_system_and_an_engine_without_a_way_in_are_refused_by_name() -> None:
+    for names, profile, on, why in (
+        (["S2"], "fragile", "hosts.txt", "the fragile system runs on one machine"),
+        (["node_loss"], "ours", "ray", "got ray"),
+    ):
+        with pytest.raises(UserError, match=why):
+            commands.run_experiments(
+                names, profile=profile, folder=None, json=None, say=lambda line: None, on=on
+            )

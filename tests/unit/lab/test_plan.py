@@ -5,9 +5,9 @@ from collections import Counter
 
 from kintsugi.control.phases.table import Phase
 from kintsugi.lab.injector.injection import INJECTABLE_PHASES, Ability, Injection, Trigger
-from kintsugi.lab.soak.plan import SIGNAL_ABILITIES, FaultPlan, FaultRole, PlannedFault
+from kintsugi.lab.soak.plan import HERE_ROLES, SIGNAL_ABILITIES, FaultPlan, FaultRole, PlannedFault
 
-NUM_PAIRS = len(FaultRole) * len(INJECTABLE_PHASES)
+NUM_PAIRS = len(HERE_ROLES) * len(INJECTABLE_PHASES)
 
 
 def drawn(plan: FaultPlan, count: int) -> list[PlannedFault]:
@@ -38,6 +38,12 @@ def test_both_kinds_of_fault_are_drawn() -> None:
     assert {fault.ability for fault in drawn(FaultPlan(random.Random(3)), 40)} == set(SIGNAL_ABILITIES)
 
 
+def test_a_machine_is_never_stopped_and_is_no_target_of_a_run_on_this_machine() -> None:
+    faults = drawn(FaultPlan(random.Random(3), roles=[FaultRole.NODE]), 40)
+    assert {fault.ability for fault in faults} == {Ability.KILL}
+    assert FaultRole.NODE not in {fault.role for fault in drawn(FaultPlan(random.Random(3)), NUM_PAIRS)}
+
+
 def test_a_missed_fault_is_drawn_again_and_does_not_count() -> None:
     plan = FaultPlan(random.Random(0), roles=[FaultRole.SERVER], phases=[Phase.SAVING])
     plan.record_missed(plan.draw())
@@ -46,7 +52,7 @@ def test_a_missed_fault_is_drawn_again_and_does_not_count() -> None:
 
 
 def test_a_pair_that_can_not_be_reached_does_not_keep_the_others_from_being_hit() -> None:
-    plan = FaultPlan(random.Random(0), roles=list(FaultRole), phases=[Phase.COLLECTING, Phase.RECOVERING])
+    plan = FaultPlan(random.Random(0), roles=list(HERE_ROLES), phases=[Phase.COLLECTING, Phase.RECOVERING])
     for _ in range(200):
         fault = plan.draw()
         if fault.phase is Phase.RECOVERING:

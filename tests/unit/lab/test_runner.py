@@ -38,6 +38,34 @@ def test_a_system_that_can_not_be_set_up_is_a_problem_that_is_told_and_no_succes
     assert len(json.loads((tmp_path / RUNS_FILE).read_text())["runs"]) == 2
 
 
+class Stepped:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
+
+
+def test_an_experiment_under_way_says_every_few_seconds_where_it_is() -> None:
+    said: list[str] = []
+    clock = Stepped()
+    progress = runner.ProgressLines(said.append, clock=clock)
+    progress.line("started: 32 steps")
+    for second, step in ((1, 0), (6, 0), (7, 1), (11, 9), (12, 10), (13, 11)):
+        clock.now = 100.0 + second
+        progress.step(step, of=32)
+    assert said == [
+        "    0 s  started: 32 steps",
+        "    6 s  starting the processes",
+        "   11 s  step 9 of 32",
+    ]
+
+
 class Refusing:
     """An injector whose trigger never came."""
 

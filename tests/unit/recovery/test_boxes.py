@@ -10,7 +10,7 @@ from kintsugi.control.phases.adopt import AdoptedGroup, JournaledStep, find_grou
 from kintsugi.errors import Fault, IntegrityError, WorldError
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.executor import GraphExecution
-from kintsugi.model.seats import Mesh, joined, seat_of
+from kintsugi.model.seats import Mesh, joined, seat_of, sources_of, without_holder
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import RankReady, RankStanding, Repair
 from kintsugi.protocol.training import CallDone, StartStage
@@ -162,7 +162,10 @@ def test_a_new_master_takes_over_ranks_whose_parts_make_up_the_committed_state()
     assert find_group(standings, journal=journal) == "model-3 has state a of step 3, committed was b"
 
 
-def test_a_state_that_is_cut_has_no_smaller_group() -> None:
+@pytest.mark.parametrize(("uncovered", "strategy"), [((), Strategy.ELASTIC), (("1/2",), Strategy.DUMP)])
+def test_a_group_becomes_smaller_only_while_each_part_has_a_rank(
+    uncovered: tuple[str, ...], strategy: Strategy
+) -> None:
     situation = FaultSituation(
         faults=(Fault("f", "ProcessDied", "model-1", "killed", 0.0),),
         num_faults=0,
@@ -175,11 +178,32 @@ def test_a_state_that_is_cut_has_no_smaller_group() -> None:
         replacements_fail=True,
         start_s=1.0,
         step_s=1.0,
-        boxes=2,
+        uncovered=uncovered,
     )
     chosen = plan(situation)
-    assert chosen.strategy is Strategy.DUMP
-    assert "elastic: not possible, the state is cut into 2 parts" in chosen.reason
+    assert chosen.strategy is strategy
+    assert ("elastic: not possible, no rank is left for part 1/2 of the state" in chosen.reason) == bool(
+        uncovered
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "expected"),
+    [
+        ((0, 1, 2, 3), 2, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+        ((0, 3), 2, [[0, 1], [0, 1]]),
+        ((1, 2, 3), 2, [[1, 0], [1, 2], [1, 2]]),
+        ((0, 1, 2), 1, [[0], [1], [2]]),
+    ],
+)
+def test_a_rank_takes_the_parts_from_its_replica_where_it_is_whole(
+    ranks: tuple[int, ...], shards: int, expected: list[list[int]]
+) -> None:
+    names = [f"model-{rank}" for rank in ranks]
+    mesh = Mesh(shards)
+    assert sources_of(names, mesh) == expected
+    assert without_holder(names, mesh) == ()
+    assert without_holder([], mesh) == tuple(mesh.seat(shard).box for shard in range(shards))
 
 
 def answered(boxes: int, *digests: str) -> tuple[str | None, GraphExecution]:

@@ -51,6 +51,17 @@ def reader(*where: CgroupMount) -> ControlGroups:
     return groups
 
 
+def test_groups_that_were_created_since_a_time_are_found_at_any_depth(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "old" / "pod" / "new"
+    new.mkdir(parents=True)
+    for folder in (tmp_path, old, old / "pod"):
+        os.utime(folder, (1000.0, 1000.0))
+    os.utime(new, (2000.0, 2000.0))
+    found = reader(CgroupMount("/", tmp_path, frozenset({"memory"}))).created_since(1999.0)
+    assert [each.memory for each in found] == [new]
+    assert not [*reader(CgroupMount("/", tmp_path, frozenset())).created_since(0.0)], "version 2"
+
+
 def test_the_tightest_limit_up_to_the_root_counts_in_the_first_version(tmp_path: Path) -> None:
     root = write(tmp_path / "memory", memory__limit_in_bytes="9223372036854771712\n")
     above = write(root / "lab", memory__limit_in_bytes="1000\n", memory__usage_in_bytes="900\n")

@@ -17,6 +17,7 @@ from kintsugi.config.stages import stages
 from kintsugi.model.plan import plan_architecture
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.training.batch import pack
+from kintsugi.training.group import Groups
 from kintsugi.training.host_weights import initialize as initialize_host
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.objectives import PolicyGradient, Supervised, token_logprobs
@@ -24,6 +25,7 @@ from kintsugi.training.packing import sample_of
 from kintsugi.training.state import TrainingState
 from kintsugi.training.step_cache import StepCache
 from tests.cluster.mindspore_interpreter import PYTHON, needs_mindspore
+from tests.unit.training.test_model_calls import alone
 from tests.unit.training.world import CPU, new_batch
 
 PROGRAM = Path(__file__).with_name("mindspore_program.py")

@@ -141,10 +141,12 @@ def assert_equal(found: Sequence[Outcome], expected: Outcome) -> None:
         }
 
 
-CASES = [
+QUICK = [
     ("sft", "llama", Mesh(stages=2), 1),
-    ("sft", "qwen3", Mesh(stages=3), 1),
     ("grpo", "qwen2", Mesh(stages=2), 1),
+    ("sft", "qwen3", Mesh(stages=3), 1),
+]
+CASES = [
     ("grpo", "llama", Mesh(shards=2, stages=2), 1),
     ("grpo", "qwen3", Mesh(stages=2), 2),
     ("ppo", "qwen2", Mesh(stages=2), 1),
@@ -154,7 +156,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "mesh", "replicas"), CASES, ids=[f"{n}-{s}-{m}-{r}" for n, s, m, r in CASES]
+    ("name", "shape", "mesh", "replicas"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
+    ids=[f"{n}-{s}-{m}-{r}" for n, s, m, r in [*QUICK, *CASES]],
 )
 def test_stages_end_with_the_bits_of_one_rank(name: str, shape: str, mesh: Mesh, replicas: int) -> None:
     (expected,) = outcomes(name, shape, Mesh())

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 import msgspec
 
-from kintsugi.cluster.backends.contract import HostCame, HostEvent, HostOrder, HostWent
+from kintsugi.cluster.backends.contract import HostCame, HostEvent, HostLeaves, HostOrder, HostWent
 from kintsugi.cluster.backends.kubernetes import manifests
 from kintsugi.cluster.backends.kubernetes.access import Access, load_access
 from kintsugi.cluster.backends.kubernetes.client import ApiError, Client, Expired
@@ -102,6 +102,9 @@ class KubernetesBackend:
         while self._events:
             events.append(self._events.popleft())
         return events
+
+    def asked_to_end(self, host: str, why: str) -> None:
+        self._events.append(HostLeaves(host, why))
 
     def give_back(self, *, timeout_s: float) -> None:
         if self._stop_within_s is None:

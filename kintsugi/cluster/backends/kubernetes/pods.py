@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kintsugi.cluster.backends.contract import HostCame, HostDoubted, HostEvent, HostWent
+from kintsugi.cluster.backends.contract import HostCame, HostDoubted, HostEvent, HostLeaves, HostWent
 from kintsugi.cluster.backends.kubernetes.manifests import COMPLETION_INDEX, INDEX_LABEL
 
 CANNOT_START = frozenset(
@@ -239,6 +239,8 @@ class PodTracker:
         if pod.doubt != tracked.doubt:
             tracked.doubt = pod.doubt
             events.append(HostDoubted(host, pod.doubt))
+            if pod.is_going:
+                events.append(HostLeaves(host, pod.doubt))
         return events
 
     def _went(self, host: str, why: str) -> list[HostEvent]:

@@ -1,0 +1,144 @@
+"""Hosts of a run on other machines, as the laboratory reaches them: over ssh, or by a job step of Slurm.
+
+The connection to a host is made once (`remote_signals.py` runs at its other end), so that a fault takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from kintsugi.cluster.backends.command import Conversation
+from kintsugi.cluster.backends.slurm import job_of, read_allocation, step_command
+from kintsugi.cluster.backends.ssh import read_hosts_file, split_hosts, ssh_command
+from kintsugi.cluster.host_supervisor import default_scratch
+from kintsugi.config.schema import Config
+from kintsugi.errors import UserError
+from kintsugi.lab.testbed.remote_signals import Signalled, SignalOrder
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.telemetry.process_reports import read_processes
+from kintsugi.types import Role
+
+HERE = "host-0"
+ANSWER_S = 15.0
+"""Time for a host to carry out an order; the first one has to connect."""
+CLOSE_S = 3.0
+_NUMBERED = frozenset({Role.AGENT.value, Role.SUPERVISOR.value})
+"""Roles of which the process N is on host N."""
+PROGRAM = ("-P", "-m", "kintsugi.lab.testbed.remote_signals")
+
+
+def commands_of(config: Config) -> dict[str, list[str]]:
+    """Return host → the command that runs `remote_signals` there; UserError for an engine where none can be run."""
+    match config.cluster.on:
+        case "ray" | "k8s":
+            raise UserError(
+                f"--on: expected a hosts file, or `slurm` inside of an allocation, got {config.cluster.on}: the "
+                "laboratory has no way to signal processes there"
+            )
+        case "slurm":
+            if not job_of(os.environ):
+                raise UserError(
+                    "--on slurm: expected an allocation, as `salloc -N 3 --no-kill kintsugi soak …` makes one"
+                )
+            allocation = read_allocation(os.environ)
+            scratch = config.cluster.slurm.scratch or str(default_scratch())
+            return {
+                host: step_command(
+                    allocation.job,
+                    node.name,
+                    host="kintsugi-lab",
+                    command=[sys.executable, *PROGRAM, host, scratch],
+                )
+                for host, node in (
+                    (f"host-{number}", node) for number, node in enumerate(allocation.others, 1)
+                )
+            }
+    _, hosts = split_hosts(read_hosts_file(Path(config.cluster.on)))
+    return {
+        f"host-{number}": ssh_command(
+            host,
+            [
+                host.python or sys.executable,
+                *PROGRAM,
+                f"host-{number}",
+                host.scratch or str(default_scratch()),
+            ],
+        )
+        for number, host in enumerate(hosts, 1)
+    }
+
+
+class RemoteHosts:
+    """The hosts of one run. `close` ends the connections, and nothing of the run."""
+
+    def __init__(self, config: Config, *, run_dir: Path) -> None:
+        self._commands = commands_of(config)
+        self._run_dir = run_dir
+        self._connections: dict[str, Conversation] = {}
+
+    def host_of(self, process: str) -> str:
+        """Return the host of a process, as the master knows it; `HERE` for one that it does not know."""
+        role, _, number = process.rpartition("-")
+        if role in _NUMBERED:
+            return f"host-{number}"
+        reports = read_processes(self._run_dir)
+        known = {} if reports is None else {each.process: each.host for each in reports.processes}
+        return known.get(process, HERE)
+
+    def is_elsewhere(self, process: str) -> bool:
+        return self.host_of(process) != HERE
+
+    def processes_on(self, host: str) -> dict[str, int]:
+        """Return the processes of a host with their pids there, as the master knows them."""
+        reports = read_processes(self._run_dir)
+        there = () if reports is None else reports.processes
+        return {each.process: each.pid for each in there if each.host == host and each.status == "live"}
+
+    def signal(
+        self, host: str, number: signal.Signals, pids: Mapping[str, int], *, is_whole: bool = False
+    ) -> frozenset[str]:
+        """Signal processes of a host, or with `is_whole` its supervisor and all below it; return those of `pids` that
+        got it: none if the host does not answer."""
+        return self._ask(host, SignalOrder(self._job(), int(number), dict(pids), is_whole=is_whole))
+
+    def connect(self, host: str) -> None:
+        """Connect to a host, which takes a second or two; a fault may come while the master is held."""
+        self._ask(host, SignalOrder("", 0))
+
+    def _ask(self, host: str, order: SignalOrder) -> frozenset[str]:
+        connection = self._connections.get(host)
+        if connection is None or connection.has_ended:
+            if connection is not None:
+                connection.close(timeout_s=CLOSE_S)
+            connection = self._connections[host] = Conversation(self._commands[host])
+        connection.say(msgspec.json.encode(order))
+        answer = connection.hear(begin=b"{", timeout_s=ANSWER_S)
+        if answer is None:
+            connection.end()  # The next order connects again.
+            return frozenset()
+        return frozenset(msgspec.json.decode(answer, type=Signalled).hit)
+
+    def _job(self) -> str:
+        """Return the session of the run, as its host manager has recorded it."""
+        try:
+            content = RunFolder(self._run_dir).hosts_file.read_bytes()
+            return msgspec.json.decode(content, type=_Session).job
+        except (OSError, msgspec.DecodeError):
+            return ""
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close(timeout_s=CLOSE_S)
+        self._connections.clear()
+
+
+class _Session(msgspec.Struct, frozen=True):
+    """The first field of `joined_hosts.json`."""
+
+    job: str

@@ -1,0 +1,83 @@
+"""Signals processes of a run on this host, as the laboratory asks. Runs on a host of another machine, over ssh or srun.
+
+    python -m kintsugi.lab.testbed.remote_signals HOST SCRATCH
+
+The loop consumes one order per line of standard input, answers each with a line, waits for the next, and ends with its
+input. Only what a supervisor of this host and run has started is signalled, and the supervisor itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from kintsugi.cluster.host_supervisor import RECORD, ScratchRecord, own_machine
+from kintsugi.runtime.proc import process_start_time
+
+
+class SignalOrder(msgspec.Struct, frozen=True):
+    """`SignalOrder("grpo-1f…", 9, {"model-0": 4711})`."""
+
+    job: str
+    number: int
+    pids: dict[str, int] = {}
+    is_whole: bool = False
+    """The supervisor of the host too, and everything below it: the host is lost."""
+
+
+class Signalled(msgspec.Struct, frozen=True):
+    """Answer to an order."""
+
+    hit: tuple[str, ...]
+    """Processes that got the signal."""
+
+
+def carry_out(order: SignalOrder, *, host: str, scratch: Path) -> Signalled:
+    """Signal what an order names. The supervisor comes first, so that it restarts nothing."""
+    hit: list[str] = []
+    for supervisor in supervisors(scratch, job=order.job, host=host):
+        below = {child.pid: child for child in supervisor.children(recursive=True)}
+        if order.is_whole:
+            _send(order.number, [supervisor, *below.values()])
+        for process, pid in order.pids.items():
+            if pid in below:
+                if not order.is_whole:
+                    _send(order.number, [below[pid]])
+                hit.append(process)
+    return Signalled(tuple(hit))
+
+
+def supervisors(scratch: Path, *, job: str, host: str) -> list[psutil.Process]:
+    """Return the supervisors of a host of a run that run on this machine, by the records in their scratch folders."""
+    found = []
+    for path in scratch.glob(f"{job}-{host}-*/{RECORD}"):
+        with suppress(OSError, msgspec.DecodeError, psutil.NoSuchProcess):
+            record = msgspec.json.decode(path.read_bytes(), type=ScratchRecord)
+            if record.machine == own_machine() and process_start_time(record.pid) == record.start_time:
+                found.append(psutil.Process(record.pid))
+    return found
+
+
+def _send(number: int, processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def main(arguments: list[str]) -> int:
+    """Body of the process."""
+    host, scratch = arguments
+    for line in sys.stdin:
+        answer = carry_out(msgspec.json.decode(line, type=SignalOrder), host=host, scratch=Path(scratch))
+        sys.stdout.write(f"{msgspec.json.encode(answer).decode()}\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""Faults on hosts of other machines: what is signalled there, and which engines the laboratory can not reach."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from kintsugi.cluster.host_supervisor import RECORD, ScratchRecord, own_machine
+from kintsugi.config.schema import ClusterSection, Config
+from kintsugi.errors import UserError
+from kintsugi.lab.testbed.remote_hosts import HERE, RemoteHosts, commands_of
+from kintsugi.lab.testbed.remote_signals import SignalOrder, carry_out
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.proc import process_start_time
+from kintsugi.telemetry.process_reports import ProcessReport, ProcessReports, write_processes
+from tests.cluster.tiny_runs import until
+
+TREE = "import subprocess, sys; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); child.wait()"
+
+
+class Machine:
+    """A supervisor with one process below it, and the record of it in a scratch folder."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.supervisor = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, text=True)
+        assert self.supervisor.stdout is not None
+        self.child = int(self.supervisor.stdout.readline())
+        folder = scratch / "run1-host-2-1"
+        folder.mkdir(parents=True)
+        pid = self.supervisor.pid
+        record = ScratchRecord(pid, process_start_time(pid) or 0, own_machine())
+        (folder / RECORD).write_bytes(msgspec.json.encode(record))
+
+    def carry_out(self, order: SignalOrder) -> tuple[str, ...]:
+        return carry_out(order, host="host-2", scratch=self.scratch).hit
+
+    @property
+    def child_runs(self) -> bool:
+        return psutil.pid_exists(self.child) and psutil.Process(self.child).status() != psutil.STATUS_ZOMBIE
+
+    def close(self) -> None:
+        if self.child_runs:
+            psutil.Process(self.child).kill()
+        with self.supervisor:
+            self.supervisor.kill()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    made = Machine(tmp_path / "scratch")
+    yield made
+    made.close()
+
+
+def test_a_process_below_the_supervisor_is_signalled_and_no_other(machine: Machine) -> None:
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        order = SignalOrder("run1", signal.SIGKILL, {"model-0": machine.child, "model-1": stranger.pid})
+        assert machine.carry_out(order) == ("model-0",)
+        assert stranger.poll() is None
+        stranger.kill()
+    assert machine.supervisor.wait(timeout=5.0) == 0, "it has seen its child end"
+
+
+def test_a_whole_host_ends_with_its_supervisor(machine: Machine) -> None:
+    order = SignalOrder("run1", signal.SIGKILL, {"agent-2": machine.child}, is_whole=True)
+    assert machine.carry_out(order) == ("agent-2",)
+    assert machine.supervisor.wait(timeout=5.0) == -signal.SIGKILL
+    until(lambda: not machine.child_runs, "the end of what was below it")
+
+
+def test_another_run_on_the_same_machine_is_left_alone(machine: Machine) -> None:
+    order = SignalOrder("run2", signal.SIGKILL, {"agent-2": machine.child}, is_whole=True)
+    assert machine.carry_out(order) == ()
+    assert machine.supervisor.poll() is None
+
+
+@pytest.mark.parametrize("engine", ["ray", "k8s", "slurm"])
+def test_an_engine_whose_hosts_can_not_be_reached_is_refused_by_name(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(UserError, match=f"--on.*{engine}"):
+        commands_of(Config(name="lab", cluster=ClusterSection(on=engine)))
+
+
+def test_agents_are_on_the_hosts_of_their_numbers_and_others_where_the_master_says(tmp_path: Path) -> None:
+    (tmp_path / "hosts.txt").write_text("b 192.0.2.12 python=/venv/bin/python scratch=/tmp/s port=2222\n")
+    config = Config(name="lab", cluster=ClusterSection(on=str(tmp_path / "hosts.txt")))
+    command = commands_of(config)["host-1"]
+    assert command[-1].endswith("remote_signals host-1 /tmp/s") and "2222" in command
+    remote = RemoteHosts(config, run_dir=tmp_path)
+    assert remote.host_of("agent-1") == "host-1" and not remote.is_elsewhere("model-0")
+    report = ProcessReport(
+        process="model-0", role="model", host="host-1", pid=7, incarnation="1.1", status="live"
+    )
+    RunFolder(tmp_path).processes_file.parent.mkdir(exist_ok=True)
+    write_processes(tmp_path, ProcessReports(1.0, (report,)))
+    assert remote.is_elsewhere("model-0") and remote.host_of("launcher") == HERE
+    assert remote.processes_on("host-1") == {"model-0": 7}
+    remote.close()
