@@ -28,8 +28,8 @@ from kintsugi.types import StreamSource
 from kintsugi.weights.manifest import layout_of, tensor_views, weights_sha256
 from kintsugi.weights.publish import Publisher
 from kintsugi.weights.selection import ProcessLocation, join, plan
-from tests.unit.training.test_pipeline import LENGTHS, SHAPES, STAGES
-from tests.unit.training.world import Outcome, fill_from_seed, in_mesh, new_batch, new_pairs, rewarded, train
+from tests.unit.training.test_pipeline import LENGTHS, SHAPES, STAGES, rewarded
+from tests.unit.training.world import Outcome, fill_from_seed, in_mesh, new_batch, new_pairs, train
 
 WIDE: dict[str, ModelConfig] = {
     name: msgspec.structs.replace(config, num_kv_heads=4, num_layers=2) for name, config in SHAPES.items()
