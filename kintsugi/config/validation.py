@@ -295,14 +295,15 @@ def _check_cut(run: _Candidate, field: str) -> None:
     if layout.shards > 1 and begins_as_actor and actor.dtype != "float32":
         what = f"a critic that begins as the actor needs `actor.dtype=float32`, got {actor.dtype}"
         raise run.error("actor.layout.shards", f"1, or a `critic.path`: {what}")
-    if layout.stages == 1:
+    if layout.model_ranks == 1:
         return
+    field = "actor.layout.stages" if layout.stages > 1 else "actor.layout.tensors"
     if actor.framework != "torch":
-        raise run.error("actor.layout.stages", "1, because the MindSpore adapter computes whole models")
+        raise run.error(field, "1, because the MindSpore adapter computes whole models")
     if run.config.weights.transport not in ("auto", "stream"):
         raise run.error(
             "weights.transport",
-            f"auto or stream, because each of `actor.layout.stages`={layout.stages} has a part of the weights",
+            f"auto or stream, because each of `{field}`={getattr(layout, field.rpartition('.')[2])} has a part of the weights",
         )
 
 

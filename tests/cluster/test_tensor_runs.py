@@ -47,12 +47,8 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "tensors of stages": partial(play, begun=layout(tensors=2, stages=2)),
     "shards of tensors": partial(play, begun=layout(tensors=2, shards=2)),
     "a tensor rank killed": partial(play, lost="model-1", begun=layout(tensors=2)),
-    "resumed with one": lambda run: resume_with(
-        run, "actor.workers=1", "actor.layout.tensors=1", begun=layout(tensors=2)
-    ),
-    "resumed with two": lambda run: resume_with(
-        run, "actor.workers=2", "actor.layout.tensors=2", begun=layout()
-    ),
+    "resumed without": lambda run: resume_with(run, "actor.layout.tensors=1", begun=layout(tensors=2)),
+    "resumed with two": lambda run: resume_with(run, "actor.layout.tensors=2", begun=layout(replicas=2)),
 }
 
 
