@@ -28,8 +28,8 @@ def plan_layout(config: Config) -> tuple[ProcessPlan, ...]:
     process. A host with more slots has turns of its own after those of the others.
 
     Ranks of a state that is cut and held several times are neighbours where they hold the state together, so that the
-    holders of one part are on different hosts: four ranks with two parts are 0 and 1 on one host, 2 and 3 on the other. So
-    are ranks that compute a model together.
+    holders of one part are on different hosts: four ranks with two parts are 0 and 1 on one host, 2 and 3 on the other.
+    Ranks that compute a model together are neighbours too.
     """
     hosts = [f"host-{index}" for index in range(config.cluster.hosts)]
     plan = [ProcessPlan(process_id(Role.AGENT, index), Role.AGENT, host) for index, host in enumerate(hosts)]

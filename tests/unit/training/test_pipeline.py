@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kintsugi.config.schema import ActorSection
+from kintsugi.config.schema import ActorSection, CriticSection
 from kintsugi.config.stages import Stage
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.partition import local_shapes, part_of
@@ -117,7 +117,15 @@ def weights_of(outcomes: Sequence[Outcome]) -> dict[str, Tensor]:
     return found
 
 
-def outcomes(name: str, shape: str, mesh: Mesh, *, replicas: int = 1) -> list[Outcome]:
+def outcomes(
+    name: str,
+    shape: str,
+    mesh: Mesh,
+    *,
+    replicas: int = 1,
+    dtype: torch.dtype = torch.float32,
+    deterministic: bool = True,
+) -> list[Outcome]:
     batch = new_pairs(8) if name in ("dpo", "reward_model") else rewarded(new_batch(LENGTHS))
     return train(
         batch,
@@ -126,6 +134,8 @@ def outcomes(name: str, shape: str, mesh: Mesh, *, replicas: int = 1) -> list[Ou
         num_shards=4,
         mesh=mesh,
         config=SHAPES[shape],
+        dtype=dtype,
+        deterministic=deterministic,
     )
 
 
@@ -171,3 +181,39 @@ def test_stages_end_with_the_bits_of_one_rank(name: str, shape: str, mesh: Mesh,
     }
     assert merged == expected.outputs
     assert not any(outcome.outputs for rank, outcome in enumerate(found) if not mesh.seat(rank).is_last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_that_compute_in_bfloat16_end_with_the_bits_of_one_rank(stages: int) -> None:
+    (expected,) = outcomes("grpo", "qwen3", Mesh(), dtype=torch.bfloat16)
+    assert_equal(outcomes("grpo", "qwen3", Mesh(stages=stages), dtype=torch.bfloat16), expected)
+
+
+@pytest.mark.slow
+def test_without_equal_bits_stages_train_nearly_alike() -> None:
+    (expected,) = outcomes("grpo", "llama", Mesh(), deterministic=False)
+    found = outcomes("grpo", "llama", Mesh(stages=2), replicas=2, deterministic=False)
+    weights = weights_of(found)
+    assert weights.keys() == expected.weights.keys()
+    for name, tensor in weights.items():
+        assert torch.allclose(tensor, expected.weights[name], atol=1e-3), name
+
+
+def test_a_critic_that_warms_up_lets_the_actor_wait_in_every_stage() -> None:
+    stage = new_stage(name="ppo", actor=SETTINGS, critic=CriticSection(warmup_steps=1))
+    batch = rewarded(new_batch(LENGTHS))
+
+    def of(mesh: Mesh) -> list[Outcome]:
+        return train(
+            batch,
+            stage=stage,
+            world_size=mesh.boxes,
+            num_shards=4,
+            num_steps=1,
+            mesh=mesh,
+            config=SHAPES["llama"],
+        )
+
+    (expected,) = of(Mesh())
+    assert_equal(of(Mesh(stages=2)), expected)

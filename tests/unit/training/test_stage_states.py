@@ -141,7 +141,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another_with_the_same_bits(
     assert {name for each in found for name in each} == expected.keys()
     for each in found:
         for name, weight in each.items():
-            assert torch.equal(weight, expected[name]), name  # type: ignore[arg-type]
+            assert torch.equal(weight, expected[name]), name
 
 
 def test_the_weights_of_a_model_folder_are_put_together_from_the_stages(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_the_weights_of_a_model_folder_are_put_together_from_the_stages(tmp_path
     assert weights.keys() == dict(Transformer(CONFIG).named_parameters()).keys()
     for state in states:
         for name, weight in state.weights().items():
-            assert torch.equal(weights[name], weight), name  # type: ignore[arg-type]
+            assert torch.equal(weights[name], weight), name
 
 
 @pytest.mark.parametrize("stages", [2, 3])
