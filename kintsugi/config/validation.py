@@ -297,13 +297,14 @@ def _check_cut(run: _Candidate, field: str) -> None:
         raise run.error("actor.layout.shards", f"1, or a `critic.path`: {what}")
     if layout.model_ranks == 1:
         return
-    field = "actor.layout.stages" if layout.stages > 1 else "actor.layout.tensors"
+    axis = "stages" if layout.stages > 1 else "tensors"
+    field, size = f"actor.layout.{axis}", getattr(layout, axis)
     if actor.framework != "torch":
         raise run.error(field, "1, because the MindSpore adapter computes whole models")
     if run.config.weights.transport not in ("auto", "stream"):
         raise run.error(
             "weights.transport",
-            f"auto or stream, because each of `{field}`={getattr(layout, field.rpartition('.')[2])} has a part of the weights",
+            f"auto or stream, because each of `{field}`={size} has a part of the weights",
         )
 
 
