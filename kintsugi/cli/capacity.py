@@ -23,6 +23,7 @@ from kintsugi.model.memory import DeviceReading, ProcessMemory, RunMemory
 from kintsugi.model.partition import part_of
 from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.model.seats import Seat, mesh_of
+from kintsugi.model.tensor_slices import slices_of
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.descriptors import descriptor_limit, num_descriptors
 from kintsugi.runtime.disk import write_atomically
@@ -79,10 +80,11 @@ def _layout_lines(memory: RunMemory) -> Iterator[str]:
     actor, mesh = memory.config.actor, mesh_of(memory.config.actor.layout)
     axes = [f"{actor.workers // mesh.boxes} replicas", f"{mesh.shards} shards"]
     axes += [f"{mesh.stages} stages"] if mesh.stages > 1 else []
+    axes += [f"{mesh.tensors} tensor ranks"] if mesh.tensors > 1 else []
     most = max(memory.box_bytes(mesh.seat(box)) for box in range(mesh.boxes))
     yield (
         f"  layout   {actor.workers} ranks = {' × '.join(axes)}: each rank holds "
-        f"{f'1/{mesh.boxes}' if mesh.stages == 1 else 'at most a part'} of weights and moments "
+        f"{f'1/{mesh.boxes}' if mesh.model_ranks == 1 else 'at most a part'} of weights and moments "
         f"({gigabytes(most)} of {gigabytes(memory.state_bytes)})"
     )
     has_hosts = memory.config.cluster.hosts > 1
@@ -106,11 +108,15 @@ def _layout_lines(memory: RunMemory) -> Iterator[str]:
 
 
 def _layers(memory: RunMemory, seat: Seat) -> str:
-    """Layers that a rank computes, and the memory that it needs; empty if it computes all of them."""
-    if seat.stages == 1:
+    """What a rank computes of a model, and the memory that it needs; empty if it computes all of it."""
+    if seat.mesh.model_ranks == 1:
         return ""
     layers = part_of(memory.model, seat).layers
     ends = " with the embedding" if seat.is_first else " with the head" if seat.is_last else ""
+    ends = "" if seat.stages == 1 else ends
+    if seat.tensors > 1:
+        slices = slices_of(seat.tensor, tensors=seat.tensors, count=memory.config.actor.logical_slices)
+        ends += f", slices {slices.start} to {slices.stop - 1}"
     needed = memory.of_process(process_id(Role.MODEL, seat.number))
     return f": layers {layers[0]} to {layers[-1]}{ends}, {gigabytes(needed.host_bytes + needed.device_bytes)}"
 

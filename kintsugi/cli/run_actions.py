@@ -83,6 +83,8 @@ CHANGEABLE = (
     "actor.layout.replicas",
     "actor.layout.shards",
     "actor.layout.stages",
+    "actor.layout.tensors",
+    "actor.logical_slices",
     "actor.learning_rate",
     "actor.schedule",
     "actor.weight_decay",

@@ -338,6 +338,10 @@ class ActorSection(_Section, frozen=True):
     over them in a fixed order, so that with the same number of parts the result does not depend on the number of
     workers: set it to compare, or continue, with other workers. Each part beyond one per worker costs up to 4 bytes
     per parameter on its device."""
+    logical_slices: int = 1
+    """Fixed parts into which attention, MLP and vocabulary of every model are cut, a power of two that divides the key
+    and value heads. Partial sums are added in a fixed order. The result depends on this number, because sums are
+    rounded."""
     recompute: bool = False
     """Keep only the input of each layer in the forward pass, and compute the layer again in the backward pass: about
     25 times less memory per token for a third more computation. For long sequences and large models."""

@@ -123,6 +123,10 @@ _RULES: dict[str, Rule] = {
     "actor.max_grad_norm": _POSITIVE,
     "actor.micro_batch_tokens": _POSITIVE,
     "actor.logical_shards": _POSITIVE,
+    "actor.logical_slices": (
+        "a power of two",
+        lambda value: value >= 1 and math.log2(value).is_integer(),
+    ),
     "generation.servers": _NOT_NEGATIVE,
     "generation.slots": (
         "at least 4: with fewer rows results would depend on the batch",
@@ -269,8 +273,11 @@ def _check_layout(run: _Candidate) -> None:
             "actor.layout.replicas",
             f"{actor.workers // layout.boxes} (`actor.workers`={actor.workers} / {of}), or null",
         )
-    if layout.tensors > 1:
-        raise run.error("actor.layout.tensors", "1: more is not possible yet")
+    if actor.logical_slices % layout.tensors:
+        raise run.error(
+            "actor.layout.tensors",
+            f"a divisor of `actor.logical_slices`={actor.logical_slices}, which the workers of a layer share",
+        )
     if cut:
         _check_cut(run, next(iter(cut)))
 
@@ -288,14 +295,16 @@ def _check_cut(run: _Candidate, field: str) -> None:
     if layout.shards > 1 and begins_as_actor and actor.dtype != "float32":
         what = f"a critic that begins as the actor needs `actor.dtype=float32`, got {actor.dtype}"
         raise run.error("actor.layout.shards", f"1, or a `critic.path`: {what}")
-    if layout.stages == 1:
+    if layout.model_ranks == 1:
         return
+    axis = "stages" if layout.stages > 1 else "tensors"
+    field, size = f"actor.layout.{axis}", getattr(layout, axis)
     if actor.framework != "torch":
-        raise run.error("actor.layout.stages", "1, because the MindSpore adapter computes whole models")
+        raise run.error(field, "1, because the MindSpore adapter computes whole models")
     if run.config.weights.transport not in ("auto", "stream"):
         raise run.error(
             "weights.transport",
-            f"auto or stream, because each of `actor.layout.stages`={layout.stages} has a part of the weights",
+            f"auto or stream, because each of `{field}`={size} has a part of the weights",
         )
 
 

@@ -349,7 +349,7 @@ class Master:
 
     def _enter_ending(self, report: PhaseReport, now: float) -> None:
         self._enter(Phase.ENDING, now, f"{self._outcome()} after step {self.state.step}")
-        first = mesh_of(self.config.actor.layout).pipeline(0)  # The stages of one model hash it together.
+        first = range(mesh_of(self.config.actor.layout).model_ranks)  # They hash one model together.
         self.pending.ask_all({self._recovery.ranks[rank]: HashWeights() for rank in first}, now)
 
     def _enter_ended(self, report: PhaseReport, now: float) -> None:

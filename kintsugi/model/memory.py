@@ -23,6 +23,7 @@ from kintsugi.model.architecture import ModelConfig, num_parameters
 from kintsugi.model.partition import local_shapes, part_of
 from kintsugi.model.plan import Companions
 from kintsugi.model.seats import Seat, mesh_of, seat_of
+from kintsugi.model.tensor_slices import cut_axis
 from kintsugi.types import Role, process_id, role_of
 
 PLAIN_PROCESS_BYTES = 60_000_000
@@ -122,7 +123,8 @@ class RunMemory(msgspec.Struct, frozen=True):
 
     def _num_local(self, config: ModelConfig, seat: Seat, with_value_head: bool = False) -> int:
         shapes = local_shapes(config, seat, with_value_head=with_value_head)
-        return sum(math.prod(shape) for shape in shapes.values())
+        own = {name: seat.tensors if cut_axis(name) is not None else 1 for name in shapes}
+        return sum(math.prod(shape) // own[name] for name, shape in shapes.items())
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -278,21 +280,22 @@ class RunMemory(msgspec.Struct, frozen=True):
         if any(stage.algorithm.name in LEARN_PAIRS for stage in stages(self.config)):
             longest *= 2  # Both completions of a pair are in one pass.
         most = actor.block_tokens(deterministic=self.config.deterministic, is_cpu=not self.num_devices)
-        layer = width * (
-            4 * model.hidden_size
-            + 3 * (model.query_size + model.kv_size)
+        of_slices = (
+            3 * (model.query_size + model.kv_size)
             + model.kv_size
             + 3 * model.query_size
             + 4 * model.intermediate_size
         )
+        layer = width * (4 * model.hidden_size + of_slices // seat.tensors)
         num_layers, at_once = len(part_of(model, seat).layers), seat.stages - seat.stage
         kept = width * model.hidden_size * num_layers + layer if actor.recompute else layer * num_layers
         ends = width * 6 * model.hidden_size
-        output = model.vocab_size * model.hidden_size * (4 + width)
+        vocab_size = model.vocab_size // seat.tensors
+        output = vocab_size * model.hidden_size * (4 + width)
         pieces = 1 if actor.workers == 1 else 4
         found = {
             "activations": at_once * max(most, longest) * (kept + ends),
-            "logits": 3 * 4 * _LOGPROB_CHUNK_TOKENS * model.vocab_size + output,
+            "logits": 3 * 4 * _LOGPROB_CHUNK_TOKENS * vocab_size + output,
             "exchange": pieces * min(_PIECE_BYTES, 4 * self.num_actor),
         }
         return found if seat.is_last else {name: size for name, size in found.items() if name != "logits"}

@@ -83,26 +83,13 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, epsilon=config.rms_norm_eps, dtype=dtype)
 
     def forward(self, hidden: Tensor, shared: PackedPass) -> Tensor:
-        project = self._project_and_rotate if shared.fused.rotary else self._project
-        query, key, value = project(hidden, shared.rotation)
-        attended = packed_attention(
-            query, key=key, value=value, layout=shared.layout, repeat_keys=not shared.fused.attention
-        )
-        output: Tensor = self.o_proj(attended.flatten(-2))
+        output: Tensor = self.o_proj(attend(hidden, self._projection, shared))
         return output
 
-    def _project(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        query = self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        key = self.k_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        value = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm.normalize(query), self.k_norm.normalize(key)
-        return rotate(query, rotation), rotate(key, rotation), value
-
-    def _project_and_rotate(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by one product and one kernel."""
+    @property
+    def _projection(self) -> RotatedProjection:
         query, key, value = self.q_proj, self.k_proj, self.v_proj
-        projection = RotatedProjection(
+        return RotatedProjection(
             weights=(query.weight, key.weight, value.weight),
             biases=(query.bias, key.bias, value.bias),
             norms=(
@@ -112,9 +99,39 @@ class Attention(nn.Module):
             epsilon=0.0 if self.q_norm is None else self.q_norm.epsilon,
             head_dim=self.head_dim,
         )
-        return project_and_rotate(
-            hidden, projection, cosine=rotation.cosine[:, 0, 0], sine=rotation.signed_sine[:, 0, 1]
-        )
+
+
+def attend(hidden: Tensor, projection: RotatedProjection, shared: PackedPass) -> Tensor:
+    """An attention layer before its output projection: [tokens, heads x head_dim]."""
+    project = _project_and_rotate if shared.fused.rotary else _project
+    query, key, value = project(hidden, projection, shared.rotation)
+    attended = packed_attention(
+        query, key=key, value=value, layout=shared.layout, repeat_keys=not shared.fused.attention
+    )
+    return attended.flatten(-2)
+
+
+def _project(
+    hidden: Tensor, projection: RotatedProjection, rotation: Rotation
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (
+        functional.linear(hidden, weight, bias).unflatten(-1, (-1, projection.head_dim))
+        for weight, bias in zip(projection.weights, projection.biases, strict=True)
+    )
+    query_norm, key_norm = projection.norms
+    if query_norm is not None and key_norm is not None:
+        query = functional.rms_norm(query, query_norm.shape, query_norm, projection.epsilon)
+        key = functional.rms_norm(key, key_norm.shape, key_norm, projection.epsilon)
+    return rotate(query, rotation), rotate(key, rotation), value
+
+
+def _project_and_rotate(
+    hidden: Tensor, projection: RotatedProjection, rotation: Rotation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by one product and one kernel."""
+    return project_and_rotate(
+        hidden, projection, cosine=rotation.cosine[:, 0, 0], sine=rotation.signed_sine[:, 0, 1]
+    )
 
 
 class FeedForward(nn.Module):
@@ -243,7 +260,7 @@ class Transformer(nn.Module):
             self.value_head: nn.Linear | None = None
             if with_value_head and self.part.is_last:
                 self.value_head = nn.Linear(config.hidden_size, 1, dtype=dtype)
-        _allocate(self, device=torch.device(device))
+        allocate(self, device=torch.device(device))
         if packed:
             for layer in self.model.layers:
                 assert isinstance(layer, DecoderLayer)
@@ -330,7 +347,7 @@ class Transformer(nn.Module):
         )
 
 
-def _allocate(model: nn.Module, *, device: torch.device) -> None:
+def allocate(model: nn.Module, *, device: torch.device) -> None:
     """Give parameters on the meta device real memory, as `to_empty` does, but without importing torch's compiler."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -17,10 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from kintsugi.checkpoint.manifest import StoredFile
-from kintsugi.checkpoint.store import state_file, write_box
+from kintsugi.checkpoint.store import state_file, tensor_of, write_box
 from kintsugi.errors import RefusedError, WorldError
 from kintsugi.model.device_errors import as_world_error
 from kintsugi.model.seats import Seat, replica_of, seat_of
+from kintsugi.model.tensor_slices import SliceName
 from kintsugi.process.shell import ReplyHandle
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.training import PieceSaved, SavePiece
@@ -168,9 +169,15 @@ class BoxSaver:
 
 
 def own_tensors(held: HeldState) -> HeldState:
-    """The state as it is written for its box: frozen reference weights, which every rank of a stage has, are in the box
-    of the first shard."""
-    if held.seat.shard == 0 and held.seat.tensor == 0:
+    """The state as it is written for its box: a frozen reference, which all shards have, is in the boxes of the first
+    one, and what is whole in each tensor slice in those of the first slice."""
+    seat = held.seat
+    if seat.shard == 0 and seat.tensor == 0:
         return held
-    tensors = {name: tensor for name, tensor in held.tensors.items() if not name.startswith("reference/")}
+    tensors = {
+        name: tensor
+        for name, tensor in held.tensors.items()
+        if (seat.shard == 0 or not name.startswith("reference/"))
+        and (seat.tensor == 0 or SliceName.parse(tensor_of(name)).count > 1)
+    }
     return replace(held, tensors=tensors)

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from kintsugi.checkpoint.store import PART_MARK
 from kintsugi.errors import IntegrityError
-from kintsugi.model.arrays import Array, namespace
+from kintsugi.model.arrays import Array, namespace, zeros
 from kintsugi.model.seats import WHOLE, Seat, seat_of, sources_of
 from kintsugi.training.group import Group, Groups
 from kintsugi.training.layout import ALIGNMENT, Layout, LayoutPart
@@ -216,13 +216,43 @@ class Box:
             holders.setdefault(seat_of(name, self.seat.mesh).number, rank)
         return [holders[box] for box in range(self.seat.boxes)]
 
-    def norm(self, gradient: Any, groups: Groups | None) -> float:
-        """Norm of a gradient of which this rank has the box. A collective where it does not have everything."""
+    def norm(self, part: str, gradient: Any, groups: Groups | None) -> float:
+        """Norm of the gradient of one model, of which this rank has the box. A collective where it does not have
+        everything."""
         if self.seat.is_whole:
             return gradient_norm([gradient])
         assert groups is not None, "the norm of several boxes is summed over the ranks"
+        slices, shared = self._slices_and_shared(part, gradient)
+        if groups.tensors is not None:
+            self._check_shared(shared, groups.tensors)
+        own = [*slices, *shared] if self.seat.tensor == 0 else slices
         counted = self.counted(groups.world)
-        return gradient_norm([gradient], group=groups.world, counted=counted, timeout_s=GATHER_TIMEOUT_S)
+        return gradient_norm(own, group=groups.world, counted=counted, timeout_s=GATHER_TIMEOUT_S)
+
+    def _slices_and_shared(self, part: str, gradient: Any) -> tuple[list[Any], list[Any]]:
+        """Elements of the box's gradient that are only here among the tensor ranks, and those that all of them have."""
+        if self.seat.tensors == 1:
+            return [gradient], []
+        first_shared = self.layout.parts[part].first_shared
+        slices, shared, start = [], [], 0
+        for stretch, first in zip(self.stretches(part), first_shared, strict=True):
+            stop = start + len(stretch.own)
+            middle = start + min(max(first - stretch.own.start, 0), len(stretch.own))
+            slices.append(gradient[start:middle])
+            shared.append(gradient[middle:stop])
+            start = stop
+        return slices, shared
+
+    def _check_shared(self, shared: list[Any], tensors: Group) -> None:
+        """Compare the gradient that all tensor ranks have, by its norm. A collective."""
+        mine = zeros(1, like=shared[0])
+        mine[0] = gradient_norm(shared)
+        found = tensors.all_gather(mine, timeout_s=GATHER_TIMEOUT_S).reshape(-1).tolist()
+        if any(number != found[0] and not math.isnan(number) for number in found):
+            raise IntegrityError(
+                f"expected equal gradients of the weights that {', '.join(tensors.ranks)} all have, got the norms "
+                f"{', '.join(map(str, found))}"
+            )
 
     def gather(self, weights: Any, *, into: Any, group: Group, parts: tuple[str, ...]) -> None:
         """Complete the weights of these models in the type in which they compute, from the boxes of all ranks. A

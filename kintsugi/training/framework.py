@@ -14,6 +14,7 @@ from kintsugi.checkpoint.snapshot import SnapshotSegments
 from kintsugi.config.schema import Config, ShareDevice
 from kintsugi.config.stages import Stage
 from kintsugi.device_lease.client import DeviceMemory
+from kintsugi.model.arrays import Array
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
@@ -85,6 +86,10 @@ class Framework(Protocol):
     ) -> list[bool]:
         """For pairs `first` to `first + count - 1`, whether the model scores the chosen completion higher. Nothing
         from the ranks before the last stage of `groups`. `check` raises if the evaluation has to be given up."""
+        ...
+
+    def joined_weights(self, state: RankState, groups: Groups) -> Mapping[str, Array]:
+        """Whole weights of this rank's layers, of which it may hold slices. A collective of the tensor ranks."""
         ...
 
     def device_publisher(self, *, host: str) -> DevicePublisher | None:

@@ -79,6 +79,14 @@ class Channel(Group, Protocol):
         ...
 
 
+class Row(Group, Protocol):
+    """A group of ranks that compute slices of the same layers."""
+
+    def gather_in_pass(self, array: Any, *, timeout_s: float) -> Any:
+        """As `all_gather`, many times within one pass: only enqueued where the library can wait on the device."""
+        ...
+
+
 class Edge(NamedTuple):
     """Both directions between two neighbouring pipeline stages. They never wait for each other."""
 
@@ -99,7 +107,7 @@ class Groups:
     """All ranks."""
     data: Group
     """The ranks with the same part of the model (`Mesh.data_column`): they add gradients and gather weights."""
-    tensors: Group | None = None
+    tensors: Row | None = None
     """The ranks with slices of the same layers, for the same samples; None if there is one slice."""
     stages: Group | None = None
     """The ranks with the stages of one model, in their order, for the same samples; None if there is one stage."""

@@ -76,6 +76,10 @@ class ModelCalls(TrainingCalls):
         for name, objective in trained.items():
             self._interfaces[name] = self.trained_by(objective(state, self._step_cache))
 
+    def run(self, call: RunCall, shards: Shards, *, groups: Groups) -> CallResult:
+        self._state.enter(groups)
+        return super().run(call, shards, groups=groups)
+
     def _contributions(
         self,
         batches: Mapping[int, Sequence[MicroBatch]],
@@ -215,6 +219,7 @@ class ModelCalls(TrainingCalls):
                 dtype=state.model.dtype,
                 device=state.gradient.device,
                 seat=state.seat,
+                tensors=state.tensor_group,
             )
         model, found = self._reward_model, dict[str, float]()
 

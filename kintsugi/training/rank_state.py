@@ -32,6 +32,7 @@ from kintsugi.model.partition import local_shapes, part_of
 from kintsugi.model.plan import Companions
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import DTYPES
+from kintsugi.model.tensor_slices import ModelSlices, SliceName
 from kintsugi.training.boxes import Box
 from kintsugi.training.group import Group, Groups
 from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart, reference_by_name
@@ -79,9 +80,12 @@ class RankState(ABC):
         process: str,
         segments: SnapshotSegments | None,
         seat: Seat = WHOLE,
+        slices: ModelSlices | None = None,
     ) -> None:
         """`live` holds the state, or the box of it that `seat` names. Snapshots are stored under the name of `process`
-        in the host's `segments`, or in private memory."""
+        in the host's `segments`, or in private memory. `slices`: the logical slices of the models that this rank has;
+        by default everything."""
+        self._slices = slices or ModelSlices()
         self.config = config
         self.companions = companions
         self._layout = layout
@@ -334,7 +338,7 @@ class RankState(ABC):
         actor, done, num_updates = self._schedule(part)
         rate = learning_rate(actor, update=done, num_updates=num_updates)
         own = self._box.own_gradient(part, gradient)
-        grad_norm = self._box.norm(own, groups)
+        grad_norm = self._box.norm(part, own, groups)
         if not is_finite(grad_norm):
             self._count("critic_skipped" if part == CRITIC else "skipped")
             return Update(grad_norm, rate, applied=False)
@@ -434,9 +438,27 @@ class RankState(ABC):
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all weights of the actor by Hugging Face name, of which this rank may hold a part."""
-        if self.seat.stages > 1:
-            return parameter_shapes(self.config, with_value_head=self.companions.value_head)
-        return {slot.name: slot.shape for slot in self._layout.actor.slots}
+        slots = self._layout.actor.slots
+        if self.seat.stages == 1 and not self._slices.is_cut:
+            return {slot.name: slot.shape for slot in slots}
+        return parameter_shapes(self.config, with_value_head=self.companions.value_head)
+
+    @property
+    def slices(self) -> ModelSlices:
+        """Logical slices of the models that this rank has."""
+        return self._slices
+
+    @property
+    def published_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of what the ranks of one model publish together: of slices where several ranks share a layer."""
+        count = self._slices.count
+        if self.seat.tensors == 1:
+            return self.weight_shapes
+        return ModelSlices(range(count), count).shapes(self.weight_shapes)
+
+    def publishes(self, name: str) -> bool:
+        """Whether this rank publishes one of its weights: what all tensor ranks have is published by the first."""
+        return self.seat.tensor == 0 or SliceName.parse(name).count > 1
 
     def part_of_weights(self, name: str) -> int:
         """Stage that holds a weight of the actor."""
@@ -479,8 +501,8 @@ class RankState(ABC):
         places = stored.places
         saved_reference = any(name.startswith("reference/") for name in places)
         is_frozen = saved_reference and not self._layout.has_reference
-        # The counters of a checkpoint may have the digest of all of the reference, of which this rank holds a part.
-        is_part = stored.has_any_box and self.seat.stages > 1
+        # The counters of a checkpoint have the digest of the reference as it was cut over stages and slices there.
+        may_differ = stored.has_any_box
         reference = self._new_reference() if is_frozen else None
         if stored.has_any_box:  # Compared as a whole; only the box is read.
             mine = self._whole_by_name(reference)
@@ -499,16 +521,18 @@ class RankState(ABC):
                     f"expected {name} as {dtype_name(tensor)} {tuple(tensor.shape)}, got {dtype} {shape}"
                 )
 
+        shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+
         def read(view: Array) -> None:
             self._box.zero_filling(view)
-            stored.read(self._by_name(view, reference))
+            stored.read(self._by_name(view, reference), shapes=shapes)
 
         found, counters = self._copies.fill(
             counters,
             read,
             digest=digest,
             reference=reference,
-            is_older=reference is not None and (not counters.reference or is_part),
+            is_older=reference is not None and (not counters.reference or may_differ),
         )
         self._become(counters, digest=found, stage=stage, reference=reference)
 
@@ -588,15 +612,23 @@ class RankState(ABC):
     @property
     def _reference_part(self) -> LayoutPart:
         """Layout of a frozen reference; one that moves lies like the actor."""
-        return LayoutPart.of(local_shapes(self._reference_config, self.seat), is_filled=False)
+        shapes = self._slices.shapes(local_shapes(self._reference_config, self.seat))
+        return LayoutPart.of(shapes, is_filled=False)
 
 
-def lay_out(shapes: Mapping[str, tuple[int, ...]], companions: Companions, *, seat: Seat = WHOLE) -> Layout:
+def lay_out(
+    shapes: Mapping[str, tuple[int, ...]],
+    companions: Companions,
+    *,
+    seat: Seat = WHOLE,
+    slices: ModelSlices | None = None,
+) -> Layout:
     """Layout of a state: the actor with these parameters, and what its run needs besides, as far as this rank holds
     it."""
+    slices = slices or ModelSlices()
     parts = {ACTOR: LayoutPart.of(shapes)}
     if companions.critic is not None:
-        critic = local_shapes(companions.critic, seat, with_value_head=True)
+        critic = slices.shapes(local_shapes(companions.critic, seat, with_value_head=True))
         parts[CRITIC] = LayoutPart.of(critic, start=parts[ACTOR].stop, prefix="critic.")
     return Layout(parts, has_reference=companions.moving_reference)
 

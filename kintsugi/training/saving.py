@@ -199,8 +199,9 @@ class CheckpointSaver:
 
 
 def saved_counters(held: HeldState) -> CopyCounters:
-    """Counters of the whole state: the digest of a reference that is cut over stages is that of a part."""
-    return msgspec.structs.replace(held.counters, reference="") if held.seat.stages > 1 else held.counters
+    """Counters of the whole state: the digest of a reference that is cut over ranks is that of a part."""
+    is_cut = held.seat.mesh.model_ranks > 1
+    return msgspec.structs.replace(held.counters, reference="") if is_cut else held.counters
 
 
 def _expected_bytes(held: HeldState) -> int:

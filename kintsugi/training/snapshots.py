@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -146,8 +147,14 @@ class StoredState(Protocol):
         """The only box that it has, as `Seat.box`."""
         ...
 
-    def read(self, into: Mapping[str, Array]) -> None:
-        """Fill these tensors, in pieces, and verify the bytes."""
+    def read(
+        self,
+        into: Mapping[str, Array],
+        *,
+        shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
+        """Fill these tensors, in pieces, and verify the bytes. `shapes`: of whole tensors of the state, by name, where
+        the source may have cut them otherwise."""
         ...
 
 

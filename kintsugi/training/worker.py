@@ -39,6 +39,7 @@ from kintsugi.model.folder_files import folder_files
 from kintsugi.model.plan import plan_model
 from kintsugi.model.seats import seat_of
 from kintsugi.model.tensor_file import FileContent
+from kintsugi.model.tensor_slices import join_all
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.process.main import run_worker
 from kintsugi.process.membership import ShuttingDown
@@ -430,22 +431,28 @@ class ModelWorker:
         weights = {
             name: tensor for name, tensor in self._state.weights().items() if name not in VALUE_HEAD
         }  # Servers generate text; a value head is only saved in checkpoints.
-        places = None
-        if self._state.seat.stages > 1:
-            shapes = {n: shape for n, shape in self._state.weight_shapes.items() if n not in VALUE_HEAD}
-            places = list(layout_of(shapes, itemsize=self._state.dtype.itemsize))
-        manifest, sources = self._publisher.publish(weights, request, places=places)
+        state, places = self._state, None
+        if state.seat.mesh.model_ranks > 1:
+            named = {name: shape for name, shape in state.published_shapes.items() if name not in VALUE_HEAD}
+            places = list(layout_of(named, itemsize=state.dtype.itemsize))
+            weights = {name: weights[name] for name in weights if state.publishes(name)}
+        manifest, sources = self._publisher.publish(
+            weights, request, places=places, shapes=state.weight_shapes
+        )
         return Published(manifest, sources)
 
     def _weights_sha256(self) -> str:
-        """Identity of the weights; of those that are cut over stages only the first one knows it. A collective then."""
+        """Identity of the weights. Of those that are cut over ranks it is a collective, and only the first stage knows
+        the result."""
         state = self._state
-        if state.seat.stages == 1:
+        if state.seat.mesh.model_ranks == 1:
             return weights_sha256(state.weights())
-        stages = self._adapter.groups(self._adapter.group_id).stages
-        assert stages is not None, "a rank of several stages is in a group with them"
+        groups = self._adapter.groups(self._adapter.group_id)
+        weights = self._framework.joined_weights(state, groups)
+        if groups.stages is None:
+            return weights_sha256(weights)
         return stage_weights_sha256(
-            state.weights(), shapes=state.weight_shapes, stage_of=state.part_of_weights, stages=stages
+            weights, shapes=state.weight_shapes, stage_of=state.part_of_weights, stages=groups.stages
         )
 
     def _evaluate(self, request: EvaluatePairs) -> PairsEvaluated:
@@ -457,7 +464,9 @@ class ModelWorker:
             self._pairs.block,
             first=request.first,
             count=request.count,
-            groups=self._adapter.groups(self._adapter.group_id) if self._state.seat.stages > 1 else None,
+            groups=self._adapter.groups(self._adapter.group_id)
+            if self._state.seat.mesh.model_ranks > 1
+            else None,
             check=self._check,
         )
         return PairsEvaluated(request.step, request.first, tuple(correct))
@@ -491,9 +500,11 @@ class ModelWorker:
     def _model_files(self, held: HeldState, others: BoxWriters | None) -> Iterator[tuple[str, FileContent]]:
         """Files of a Hugging Face folder: the committed weights and their tokenizer."""
         origin = self._config.model.path
-        weights = held.weights
-        if others is not None:
-            weights = stored_weights(others.folder, shapes=self._state.weight_shapes)
+        shapes = self._state.weight_shapes
+        if others is None:
+            weights = join_all(held.weights, shapes=shapes)
+        else:
+            weights = stored_weights(others.folder, shapes=shapes)
         yield from folder_files(
             weights,
             config=self._state.config,

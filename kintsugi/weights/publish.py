@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from kintsugi.bulk.exports import ViewExport
@@ -121,9 +122,11 @@ class Publisher:
         *,
         mesh: Mapping[str, int] = WHOLE_MODEL,
         places: Sequence[tuple[str, int, int]] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> tuple[WeightManifest, tuple[WeightSource, ...]]:
         """Copy the weights and describe them; the model may change as soon as this returns. `places`: the layout of all
-        weights, where these are the share of this rank.
+        weights, where these are the share of this rank. `shapes` are those of whole weights, of which these may be
+        slices.
 
         Versions from this one on, which a rollback may have left, are withdrawn first.
         """
@@ -135,7 +138,7 @@ class Publisher:
             named, source = self._device.hold(named, version=version)
             sources.append(source)
         version_layout, is_shared = self._copy_version(
-            named, order, mesh=mesh, is_held=bool(sources), places=places
+            named, order, mesh=mesh, is_held=bool(sources), places=places, shapes=shapes
         )
         self._versions[version] = version_layout
         for transport in self._transports:
@@ -155,6 +158,7 @@ class Publisher:
         mesh: Mapping[str, int],
         is_held: bool,
         places: Sequence[tuple[str, int, int]] | None,
+        shapes: Mapping[str, tuple[int, ...]],
     ) -> tuple[VersionLayout, bool]:
         """Copy and digest a version; also return whether servers of this host may read it in place. Weights that the
         accelerator holds, and that no other transport needs, are only digested."""
@@ -171,7 +175,9 @@ class Publisher:
             buffer, descriptor = self._memory(order.version, size=total)
         try:
             own = {number: place for number, place in enumerate(whole) if number in chosen}
-            found = describe_pieces(named, own.values(), mesh={**mesh, "dp": index}, into=buffer)
+            found = describe_pieces(
+                named, own.values(), mesh={**mesh, "dp": index}, into=buffer, shapes=shapes
+            )
             pieces = dict(zip(own, found, strict=True))
         finally:
             if descriptor is not None:

@@ -94,7 +94,7 @@ class PublishPhase:
             agents={members.members[agent].host: agent for agent in members.live(Role.AGENT)},
             version=state.step,
             step=state.step,
-            stages=[self._place(rank) for rank in self._stages()],
+            parts=[self._place(rank) for rank in self._parts()],
         )
         if way.reason != self._way:
             self._way = way.reason
@@ -102,10 +102,10 @@ class PublishPhase:
         self._pending.ask_all(way.orders, now)
         return RUNNING
 
-    def _stages(self) -> list[str]:
+    def _parts(self) -> list[str]:
         """Ranks of the first model, where each has a part of its weights."""
         mesh = mesh_of(self._config.actor.layout)
-        return [self._ranks[rank] for rank in mesh.pipeline(0)] if mesh.stages > 1 else []
+        return list(self._ranks[: mesh.model_ranks]) if mesh.model_ranks > 1 else []
 
     def _place(self, process: str) -> ProcessLocation:
         member = self._decision.state.members.members[process]

@@ -10,6 +10,7 @@ from kintsugi.config.schema import Config, ShareDevice
 from kintsugi.config.stages import Stage
 from kintsugi.device_lease.client import DeviceMemory
 from kintsugi.errors import RefusedError
+from kintsugi.model.arrays import Array
 from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
 from kintsugi.telemetry.events import Event
@@ -95,6 +96,10 @@ class MindSporeFramework:
         check: Callable[[], None],
     ) -> list[bool]:
         raise RefusedError("MindSpore ranks train no reward model")
+
+    def joined_weights(self, state: RankState, groups: Groups) -> Mapping[str, Array]:
+        weights: Mapping[str, Array] = state.weights()
+        return weights
 
     def device_publisher(self, *, host: str) -> DevicePublisher | None:
         return None

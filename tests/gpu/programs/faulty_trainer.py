@@ -23,7 +23,7 @@ from kintsugi.lab.testbed.run import launch_for_a_lab
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.training import RunCall
 from kintsugi.training import worker
-from kintsugi.training.calls import CallResult, TrainingCalls
+from kintsugi.training.calls import CallResult
 from kintsugi.training.group import Groups
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.packing import BatchSample
@@ -100,7 +100,7 @@ def main(bootstrap: Bootstrap) -> int:
     run, update = ModelCalls.run, TrainingState.update
 
     def noting(
-        self: TrainingCalls, call: RunCall, shards: Mapping[int, Sequence[BatchSample]], *, groups: Groups
+        self: ModelCalls, call: RunCall, shards: Mapping[int, Sequence[BatchSample]], *, groups: Groups
     ) -> CallResult:
         with (run_dir / MEMORY_FILE).open("ab") as file:
             file.write(msgspec.json.encode(MemoryTaken(call.step, memory_taken())) + b"\n")

@@ -178,9 +178,9 @@ def test_stages_publish_their_parts_of_one_version() -> None:
     ranks = [ProcessLocation(f"model-{rank}", "host-0") for rank in range(2)]
     servers = [ProcessLocation("server-0", "host-0"), ProcessLocation("server-1", "host-1")]
     agents = {"host-0": "agent-0", "host-1": "agent-1"}
-    planned = plan("auto", ranks=ranks, servers=servers, agents=agents, version=1, step=1, stages=ranks)
+    planned = plan("auto", ranks=ranks, servers=servers, agents=agents, version=1, step=1, parts=ranks)
     assert {choice.transport for choice in planned.choices.values()} == {"stream"}
-    assert "each of 2 pipeline stages has a part" in planned.reason
+    assert "each of 2 ranks has a part" in planned.reason
     published: dict[str, Published] = {}
     for rank, (process, order) in enumerate(planned.orders.items()):
         state = fresh(mesh, rank)

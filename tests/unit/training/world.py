@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -26,20 +27,22 @@ from kintsugi.config.stages import Stage
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.model.architecture import ModelConfig, value_config
 from kintsugi.model.attention import PackedLayout
-from kintsugi.model.partition import part_of
 from kintsugi.model.plan import Companions
 from kintsugi.model.seats import Mesh
 from kintsugi.model.tensor_file import TensorFile
+from kintsugi.model.tensor_slices import SliceName, view
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.protocol.training import RunCall
 from kintsugi.samples.sharding import logical_shards, shards_of_rank
 from kintsugi.training.calls import CallResult
 from kintsugi.training.group import Groups
+from kintsugi.training.initial_weights import new_model
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.packing import sample_of
 from kintsugi.training.process_group import ProcessGroup, join_group, join_groups
 from kintsugi.training.rank_state import Update
 from kintsugi.training.state import TrainingState
+from kintsugi.training.tensor_row import tensor_group
 from kintsugi.transport import new_key_pair
 from kintsugi.transport.store import StoreServer
 from kintsugi.types import FinishReason, Role, ShardItem, Trajectory
@@ -78,6 +81,17 @@ def new_state(
     return state
 
 
+@torch.no_grad()
+def fill_from_seed(model: Transformer, *, seed: int) -> None:
+    """Initialise a model, or slices of it, as the whole model is."""
+    whole = Transformer(model.config, with_value_head=True, device=model.device)
+    initialize(whole, seed=seed)
+    named = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    for name, parameter in model.named_parameters():
+        where = SliceName.parse(name)
+        parameter.copy_(view(named[where.name], where))
+
+
 class StoredTensors:
     """A state that is stored in tensors of the test."""
 
@@ -88,7 +102,9 @@ class StoredTensors:
         self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         self.places = {place.name: place for place in TensorFile(self._tensors).places}
 
-    def read(self, into: Mapping[str, Tensor]) -> None:
+    def read(
+        self, into: Mapping[str, Tensor], *, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    ) -> None:
         for name, tensor in into.items():
             tensor.copy_(self._tensors[name])
 
@@ -291,26 +307,25 @@ def train(
     boxes: int = 1,
     mesh: Mesh | None = None,
     config: ModelConfig = TINY,
+    num_slices: int = 1,
 ) -> list[Outcome]:
     """The outcome of every rank of a world; its steps have the same batch, or each its own. `boxes`: the number of
-    parts into which the state is cut, or in the `mesh` more precisely."""
+    parts into which the state is cut, or in the `mesh` more precisely. `num_slices`: logical tensor slices of the
+    models."""
     mesh = mesh or Mesh(boxes)
     batch_of = (lambda step: batch) if isinstance(batch, Batch) else batch
 
     def rank_main(rank: int, group: Groups) -> Outcome:
         seat = mesh.seat(rank)
-        model = Transformer(
-            config,
-            with_value_head=stage.algorithm.name == "reward_model",
-            device=device,
-            part=part_of(config, seat),
-        )
-        initialize(model, seed=3)
+        tensors, has_head = tensor_group(seat, num_slices=num_slices), stage.algorithm.name == "reward_model"
+        model = new_model(config, with_value_head=has_head, device=device, seat=seat, tensors=tensors)
+        fill_from_seed(model, seed=3)
         state = RecordingState(
             model,
             companions=companions_of(stage, config=config),
             compute_dtype=dtype,
             seat=seat,
+            tensors=tensors,
         )
         state.start_stage(stage, step=0)
         calls = ModelCalls(state, deterministic=deterministic)
