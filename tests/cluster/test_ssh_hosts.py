@@ -252,6 +252,26 @@ def test_a_soak_loses_whole_machines_and_ends_in_the_bits_of_its_undisturbed_twi
 
 
 @pytest.mark.hosts
+def test_an_experiment_that_loses_a_machine_is_diagnosed_and_one_that_changes_this_machine_is_refused(
+    machines: SshHosts,
+) -> None:
+    hosts_file, result = str(machines.hosts_file()), machines.runs / "lab.json"
+    where = ("--profile", "ours", "--on", hosts_file)
+    code, output = machines.ask("lab", "run", "S1", *where)
+    assert code == 2 and "S1: --on" in output and "changes the network" in output, output
+    code, output = machines.ask(
+        *("lab", "run", "node_loss", "--folder", str(machines.runs / "lab"), "--json", str(result)),
+        *where,
+        timeout_s=4 * LONGEST_S,
+    )
+    assert code == 0, output
+    (run,) = json.loads(result.read_text())["runs"]
+    assert (run["diagnosed"]["process"], run["diagnosed"]["kind"]) == ("agent-1", "host_lost")
+    assert run["correct"] and run["recovered"] and run["steps_lost"] == 0
+    machines.assert_nothing_left()
+
+
+@pytest.mark.hosts
 def test_a_clock_that_is_a_minute_off_is_told_measured_and_corrected(
     machines: SshHosts, weights_of_one_machine: str
 ) -> None:

@@ -339,7 +339,9 @@ def test_files_do_not_change_while_they_are_verified(run: Run, monkeypatch: pyte
             for body in (run.requests[0], request.body):
                 again = run.loop.delivery("model-0", body)
                 original(again)
-                with pytest.raises(RefusedError, match="step 3 is being verified for an earlier request") as told:
+                with pytest.raises(
+                    RefusedError, match="step 3 is being verified for an earlier request"
+                ) as told:
                     run.loop.until_answered(again.envelope.sequence)
                 refused.append(str(told.value))
             goes_on.set()
