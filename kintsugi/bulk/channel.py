@@ -15,7 +15,7 @@ import socket
 import ssl
 import struct
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, cast
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -122,7 +122,8 @@ class TlsChannel:
         filled = 0
         while filled < len(target):
             try:
-                count = self._tls.read(len(target) - filled, target[filled:])
+                # With a buffer it returns a number, which its declaration does not say.
+                count = cast("int", self._tls.read(len(target) - filled, target[filled:]))
             except ssl.SSLWantReadError:
                 self._attempt_more(filled, len(target))
                 continue
