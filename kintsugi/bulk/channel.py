@@ -122,8 +122,8 @@ class TlsChannel:
         filled = 0
         while filled < len(target):
             try:
-                # With a buffer it returns a number, which its declaration does not say.
-                count = cast("int", self._tls.read(len(target) - filled, target[filled:]))
+                # With a buffer the result is its number of bytes, which the annotation of the library does not say.
+                count = cast(int, self._tls.read(len(target) - filled, target[filled:]))
             except ssl.SSLWantReadError:
                 self._attempt_more(filled, len(target))
                 continue

@@ -199,10 +199,9 @@ class Pull:
                 offer,
                 parts,
                 self._places(parts),
-                watch=lambda channel: self._begin_watch(request, channel),
+                watch=lambda channel: self._watch_connection(request, channel),
                 arrived=self._arrived,
             )
-            request.channel = None  # Another request may use it from now on.
             self._take(parts, process=request.process)
         except WorldError as error:
             self._go_around(request, parts, error)
@@ -210,12 +209,12 @@ class Pull:
             with self._lock:
                 self._outcome.requests.remove(request)
 
-    def _begin_watch(self, request: _Request, channel: Channel) -> None:
+    def _watch_connection(self, request: _Request, channel: Channel | None) -> None:
         """Take note of the connection of a request; it is ended at once if the pull has failed meanwhile."""
         with self._lock:
-            request.channel, is_over = channel, self._outcome.error is not None
-        if is_over:
-            channel.interrupt()
+            request.channel = channel
+            if self._outcome.error is not None:
+                _interrupt(request)
 
     def _places(self, parts: Iterable[BulkRange]) -> list[memoryview]:
         return [self._into(part.index)[part.offset : part.offset + part.size] for part in parts]
@@ -271,10 +270,8 @@ class Pull:
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._outcome.error = self._outcome.error or error
-            requests = list(self._outcome.requests)
-        for request in requests:
-            if request.channel is not None:
-                request.channel.interrupt()
+            for request in self._outcome.requests:
+                _interrupt(request)
 
     # Slow sources.
 
@@ -290,9 +287,9 @@ class Pull:
                 self._emit(
                     Alert(f"{self._rate_of(progress, request.process)}; it was asked {waited_s:.1f} s ago")
                 )
-            if waited_s >= PATIENCE_S and progress.has_another and request.channel is not None:
-                request.is_given_up = True
-                request.channel.interrupt()
+            if waited_s >= PATIENCE_S and progress.has_another:
+                with self._lock:
+                    request.is_given_up |= _interrupt(request)
 
     def _rate_of(self, progress: _Progress, process: str) -> str:
         elapsed_s = max(1e-3, self._clock.monotonic() - self._since)
@@ -307,6 +304,14 @@ class Pull:
     def _bytes_of(self, progress: _Progress) -> int:
         left = sum(part.size for parts in progress.waiting for part in parts)
         return sum(self._pieces[index].size for index in progress.share.indices) - left
+
+
+def _interrupt(request: _Request) -> bool:
+    """End the connection of a request; False if it has none. Under the lock: afterwards another request may have it."""
+    if request.channel is None:
+        return False
+    request.channel.interrupt()
+    return True
 
 
 def _requests(pieces: Iterable[tuple[int, Piece]]) -> Iterator[tuple[BulkRange, ...]]:

@@ -23,8 +23,9 @@ from typing import Protocol
 
 import msgspec
 
+from kintsugi.bulk.client import Watch
 from kintsugi.bulk.endpoint import BulkEndpoint
-from kintsugi.bulk.files import FILE_PIECE_BYTES, DiskExport, Transfer, Watch, fetch_piece, file_digests
+from kintsugi.bulk.files import FILE_PIECE_BYTES, DiskExport, Transfer, fetch_piece, file_digests
 from kintsugi.checkpoint.store import Checkpoint
 from kintsugi.errors import DeadlineExceeded, ProcessDied, StorageError, StorageFull, WorldError
 from kintsugi.protocol.bulk import BulkOffer

@@ -70,6 +70,21 @@ def test_bytes_arrive_in_their_place_and_a_connection_is_used_again(both: Proces
     assert both.num_opened == 1 and both.endpoints["model-0"].server.num_connections == 1
 
 
+def test_a_connection_is_not_watched_any_more_when_another_request_may_use_it(both: Processes) -> None:
+    offer, client = offered(both), both.endpoints["server-0"].client
+    watched: list[tuple[object, int]] = []
+    for _ in range(2):
+        parts, places = [BulkRange(0, 0, 4)], [memoryview(bytearray(4))]
+        client.fetch(
+            offer,
+            parts,
+            places,
+            watch=lambda channel: watched.append((channel, len(client._idle.get("model-0", ())))),
+        )
+    first = watched[0][0]
+    assert first is not None and watched == [(first, 0), (None, 0)] * 2
+
+
 def test_a_process_that_is_not_fetched_from_listens_nowhere(both: Processes) -> None:
     offered(both)
     assert both.endpoints["model-0"].server._listener is None
