@@ -30,6 +30,7 @@ from kintsugi.config.stages import Stage
 from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.protocol.training import RunCall
+from kintsugi.training.group import Groups
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.packing import BatchSample
 from kintsugi.training.process_group import join_group
@@ -115,7 +116,7 @@ class Trainer:
             arguments={"temperature": 1.0},
             stage="grpo",
         )
-        result = self._calls.run(call, {0: self._samples}, group=self._group)
+        result = self._calls.run(call, {0: self._samples}, groups=Groups.of(self._group))
         self.state.commit(number)
         return result.timing
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs 
 from kintsugi.config.schema import ActorSection, AlgorithmSection, CriticSection, ReferenceSection, resolved
 from kintsugi.config.stages import Stage
 from kintsugi.model.architecture import ModelConfig
-from kintsugi.model.seats import seat_of
+from kintsugi.model.seats import Mesh, seat_of
 from kintsugi.model.transformer import Transformer
 from kintsugi.training.state import TrainingState
 
@@ -80,7 +80,7 @@ def measure(model: str, *, dtype: str, shards: int) -> dict[str, float]:
     torch.zeros(1)
     before = resident()
     whole = Transformer(MODELS[model])
-    seat = seat_of("model-0", shards=shards)
+    seat = seat_of("model-0", Mesh(shards))
     state = TrainingState(whole, compute_dtype=getattr(torch, dtype), seat=seat)
     del whole
     gc.collect()

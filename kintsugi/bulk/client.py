@@ -169,11 +169,11 @@ class BulkClient:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(opened.session + nonce)
             if opened.mode == "encrypted":
-                secured = self._credentials().connecting(opened.certificate).wrap_socket(connection)
-                connection = secured
-                if secured.getpeercert(binary_form=True) != opened.certificate:
+                context = self._credentials().connecting(opened.certificate)
+                channel = TlsChannel(connection, context, is_server=False)
+                if channel.attempt_handshake() != opened.certificate:
                     raise IntegrityError(f"the certificate of the bulk connection is not that of {process}")
-                return TlsChannel(secured)
+                return channel
             server_nonce = connection.recv(NONCE_BYTES, socket.MSG_WAITALL)
             if len(server_nonce) != NONCE_BYTES:
                 raise WorldError(f"{process} ended the bulk connection at its set-up")

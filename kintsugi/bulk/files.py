@@ -169,7 +169,9 @@ class Transfer:
             for channel in self._channels.values():
                 channel.interrupt()
         self._stop()
-        for thread in [each for each in threads if each.ident is not None]:
+        for thread in threads:
+            if thread.ident is None:  # The host had no thread left for it.
+                continue
             with suppress(DeadlineExceeded):  # It ends with its request, and does nothing more.
                 join(thread, whom=self._whom, what="the end of a request", timeout_s=STOP_S)
 

@@ -124,6 +124,9 @@ class Pull:
         self._offers: dict[str, BulkOffer] = {}
         self._outcome = _Outcome()
         self._shares = [self._begin(share) for share in shares]
+        self._changed = threading.Event()
+        """Set when a thread has ended."""
+        self._num_running = 0
 
     def run(self) -> None:
         """Return when every piece has arrived and is verified; raise the first error that no other source repairs."""
@@ -132,10 +135,11 @@ class Pull:
             for progress in self._shares
             for _ in range(min(num_connections(), max(1, len(progress.waiting))))
         ]
+        self._num_running = len(threads)
         try:
             for thread in threads:
                 thread.start()
-            self._await(threads)
+            self._await()
         except BaseException as error:
             self._fail(error)
             raise
@@ -152,15 +156,14 @@ class Pull:
             self._outcome.missing[index] = len(slices(index, piece.size))
         return _Progress(share, deque(_requests(pieces)))
 
-    def _await(self, threads: Sequence[threading.Thread]) -> None:
-        idle = threading.Event()
-
+    def _await(self) -> None:
         def attempt(remaining_s: float) -> bool | None:
+            self._changed.clear()
             self._check()
             self._watch()
-            if not any(thread.is_alive() for thread in threads):
+            if not self._num_running:
                 return True
-            idle.wait(min(POLL_S, remaining_s))
+            self._changed.wait(min(POLL_S, remaining_s))
             return None
 
         sources = sorted({source for each in self._shares for source in each.share.sources})
@@ -175,6 +178,10 @@ class Pull:
                 self._fetch(progress, parts)
         except BaseException as error:  # noqa: BLE001 - the waiting thread raises it.
             self._fail(error)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+            self._changed.set()
 
     def _next(self, progress: _Progress) -> tuple[BulkRange, ...] | None:
         with self._lock:

@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -62,6 +63,7 @@ from kintsugi.model.tensor_file import (
     places_of,
     torch_dtype,
 )
+from kintsugi.model.tensor_slices import SliceName, join, slice_shape, view
 from kintsugi.runtime.disk import SYSTEM_DISK, Disk, File, storage_errors
 
 STATE_FILE = "trainer.safetensors"
@@ -110,9 +112,9 @@ class OtherBoxes(Protocol):
 
 def state_file(seat: Seat) -> str:
     """`state_file(Seat(1, 4)) == "trainer-00002-of-00004.safetensors"`."""
-    if seat.shards == 1:
+    if seat.is_whole:
         return STATE_FILE
-    return f"trainer-{seat.shard + 1:05d}-of-{seat.shards:05d}.safetensors"
+    return f"trainer-{seat.number + 1:05d}-of-{seat.boxes:05d}.safetensors"
 
 
 def is_trainer_file(name: str) -> bool:
@@ -256,17 +258,57 @@ class CheckpointState:
         self._files = {
             name: _tensor_places(path, name, disk=disk) for name in _state_files(path, contents=contents)
         }
-        self.places: Mapping[str, TensorPlace] = _whole_places(path, self._files)
-        """Tensors of the whole state. One that is stored in parts has one dimension here."""
+        self._stored = _joined_parts(path, self._files)
+        self.places: Mapping[str, TensorPlace] = _joined_slices(path, self._stored)
+        """Tensors of the whole state. One that is stored in parts or slices has one dimension here."""
 
-    def read(self, into: Mapping[str, Array]) -> None:
-        """Fill contiguous tensors of the same names, dtypes and shapes, or parts of them ("name@4096"); StorageError if
-        a file is damaged, after which their contents are undefined."""
+    def read(
+        self,
+        into: Mapping[str, Array],
+        *,
+        shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
+        """Fill contiguous tensors of the same names and dtypes, or slices ("name#1/4") or parts ("name@4096") of them;
+        StorageError if a file is damaged, after which their contents are undefined. `shapes` are those of the whole
+        tensors."""
+        kinds: dict[str, dict[str, Array]] = {}
+        for name, array in into.items():
+            base = _part(name)[0]
+            assert SliceName.parse(base).name in self.places, "the caller has compared the names"
+            kinds.setdefault("" if base in self._stored else base.partition("/")[0], {})[name] = array
+        self._read_stored(kinds.pop("", {}))
+        for (
+            cut_otherwise
+        ) in kinds.values():  # One after another: all slices of a kind are in memory together.
+            self._read_slices(cut_otherwise, shapes)
+
+    def _read_slices(self, into: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Fill tensors that are stored in another number of slices."""
+        import torch
+
+        names = {SliceName.parse(_part(name)[0]).name for name in into}
+        slices: dict[str, dict[str, Any]] = {name: {} for name in names}
+        for base, place in self._stored.items():
+            where = SliceName.parse(base)
+            if where.name in names:
+                shape = slice_shape(where, shapes[where.name])
+                slices[where.name][base] = torch.empty(shape, dtype=torch_dtype(place))
+        self._read_stored({base: each for own in slices.values() for base, each in own.items()})
+        for name, array in into.items():
+            base, first = _part(name)
+            where = SliceName.parse(base)
+            own = slices[where.name]
+            whole = join(where.name, shapes[where.name], own)
+            target: Any = array
+            found = view(whole, where).reshape(-1)[first : first + target.numel()]
+            target.copy_(found.view(target.shape))
+
+    def _read_stored(self, into: Mapping[str, Array]) -> None:
+        """Fill tensors of stored names, or parts of them."""
         targets: dict[str, tuple[int, Any]] = {}
         for name, array in into.items():
             base, first = _part(name)
             targets[base] = first * array.itemsize, flat_bytes(array)
-        assert targets.keys() <= self.places.keys(), "the caller has compared the names"
         for file, places in self._files.items():
             needed = [each for each in map(_Source, places) if each.overlaps(targets)]
             if needed:
@@ -308,6 +350,11 @@ class _Source:
         return self.begin < at + len(target) and at < self.begin + self.place.size
 
 
+def tensor_of(name: str) -> str:
+    """`tensor_of("weights/lm_head.weight#1/4@4096") == "weights/lm_head.weight#1/4"`"""
+    return _part(name)[0]
+
+
 def _part(name: str) -> tuple[str, int]:
     """`_part("weights/lm_head.weight@4096") == ("weights/lm_head.weight", 4096)`"""
     base, _, first = name.partition(PART_MARK)
@@ -321,18 +368,39 @@ def _state_files(path: Path, *, contents: Contents) -> list[str]:
     found = sorted(name for name in contents.files if re.fullmatch(_BOX_FILE, name))
     if not found:
         raise StorageError(f"{path} has no {STATE_FILE}")
-    shards = int(found[0].removesuffix(".safetensors").rpartition("-")[2])
-    expected = [state_file(Seat(shard, shards)) for shard in range(shards)]
+    boxes = int(found[0].removesuffix(".safetensors").rpartition("-")[2])
+    expected = [state_file(Seat(number, boxes)) for number in range(boxes)]
     if found != expected:
         odd = sorted(set(expected) ^ set(found))
         raise StorageError(
-            f"{path}: expected the {shards} boxes of one state, got another set: {', '.join(odd)}"
+            f"{path}: expected the {boxes} boxes of one state, got another set: {', '.join(odd)}"
         )
     return found
 
 
-def _whole_places(path: Path, files: Mapping[str, Sequence[TensorPlace]]) -> dict[str, TensorPlace]:
-    """Whole tensors by name, from their parts in all files; StorageError if parts do not make a whole."""
+def _joined_slices(path: Path, stored: Mapping[str, TensorPlace]) -> dict[str, TensorPlace]:
+    """Whole tensors by name, from their logical slices (`model/tensor_slices.py`); StorageError if one is missing."""
+    slices: dict[str, list[tuple[SliceName, TensorPlace]]] = {}
+    for base, place in stored.items():
+        where = SliceName.parse(base)
+        slices.setdefault(where.name, []).append((where, place))
+    found = {}
+    for name, own in slices.items():
+        count, dtype = own[0][0].count, own[0][1].dtype
+        expected = {SliceName(name, index, count) for index in range(count)}
+        if {where for where, _ in own} != expected or any(place.dtype != dtype for _, place in own):
+            names = ", ".join(sorted(str(where) for where, _ in own))
+            raise StorageError(f"{path}: the slices of {name} do not make a whole: {names}")
+        if count > 1:
+            size = sum(math.prod(place.shape) for _, place in own)
+            found[name] = TensorPlace(name, dtype, (size,), 0, sum(place.size for _, place in own))
+        else:
+            found[name] = own[0][1]
+    return found
+
+
+def _joined_parts(path: Path, files: Mapping[str, Sequence[TensorPlace]]) -> dict[str, TensorPlace]:
+    """Tensors or slices by name, from their parts in all files; StorageError if parts do not make one."""
     parts: dict[str, list[_Source]] = {}
     for places in files.values():
         for place in places:
@@ -357,28 +425,43 @@ def _whole_places(path: Path, files: Mapping[str, Sequence[TensorPlace]]) -> dic
 
 def stored_weights(folder: Path, *, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
     """Weights of the actor in the boxes of a checkpoint that is being written, by Hugging Face name: views of the
-    files, but for tensors that lie in several of them."""
+    files, but for tensors that lie in several of them or are cut into slices."""
     import torch
 
-    parts: dict[str, list[tuple[int, Array]]] = {name: [] for name in shapes}
+    parts: dict[str, dict[str, list[tuple[int, Any]]]] = {name: {} for name in shapes}
     for path in sorted(path for path in folder.iterdir() if re.fullmatch(_BOX_FILE, path.name)):
         places = _tensor_places(folder, path.name, disk=SYSTEM_DISK)
         with storage_errors(str(path)), path.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         for place in places:
             base, first = _part(place.name)
-            name = base.removeprefix("weights/")
+            local = base.removeprefix("weights/")
+            name = SliceName.parse(local).name
             if base.startswith("weights/") and name in parts:
                 dtype, count = torch_dtype(place), math.prod(place.shape)
                 view = torch.frombuffer(content, dtype=dtype, count=count, offset=place.offset)
-                parts[name].append((first, view))
+                parts[name].setdefault(local, []).append((first, view))
     weights = {}
     for name, shape in shapes.items():
-        views = [view for _, view in sorted(parts[name], key=lambda part: part[0])]
-        if sum(view.numel() for view in views) != math.prod(shape):
+        slices = {local: _joined(views) for local, views in parts[name].items()}
+        if sum(each.numel() for each in slices.values()) != math.prod(shape):
             raise StorageError(f"{folder}: the boxes do not have all of {name}")
-        weights[name] = (views[0] if len(views) == 1 else torch.cat(views)).view(shape)
+        if name in slices:
+            weights[name] = slices[name].view(shape)
+        else:
+            shaped = {
+                local: each.view(slice_shape(SliceName.parse(local), shape)) for local, each in slices.items()
+            }
+            weights[name] = join(name, shape, shaped)
     return weights
+
+
+def _joined(parts: Sequence[tuple[int, Any]]) -> Any:
+    """Parts of a tensor, with their first elements, as one; a view if there is only one."""
+    import torch
+
+    views = [view for _, view in sorted(parts, key=lambda part: part[0])]
+    return views[0] if len(views) == 1 else torch.cat(views)
 
 
 def load_checkpoint(

@@ -15,19 +15,22 @@ import msgspec
 
 from kintsugi.checkpoint.copies import open_target
 from kintsugi.cluster.device_memory import read_devices
-from kintsugi.config.schema import Config, LayoutSection
+from kintsugi.config.schema import Config
 from kintsugi.config.stages import num_processes, stages
 from kintsugi.control.placement import plan_layout
 from kintsugi.errors import DeadlineExceeded, UserError
 from kintsugi.model.memory import DeviceReading, ProcessMemory, RunMemory
+from kintsugi.model.partition import part_of
 from kintsugi.model.plan import plan_companions, plan_model
+from kintsugi.model.seats import Seat, mesh_of
+from kintsugi.model.tensor_slices import slices_of
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.descriptors import descriptor_limit, num_descriptors
 from kintsugi.runtime.disk import write_atomically
 from kintsugi.runtime.waits import wait
 from kintsugi.telemetry.collect.cgroups import available_memory_bytes
 from kintsugi.transport import most_peers
-from kintsugi.types import Role, role_of
+from kintsugi.types import Role, process_id, role_of
 
 FREED_S = 10.0
 """Time for the memory of a run that was just killed to be released before a card counts as full."""
@@ -48,7 +51,7 @@ def memory_lines(config: Config) -> Iterator[str]:
     devices = read_devices()
     memory = run_memory(config, num_devices=len(devices))
     plan = plan_layout(config)
-    if config.actor.layout.shards > 1:
+    if config.actor.layout.boxes > 1:
         yield from _layout_lines(memory)
     yield f"  {'':8} {'number':>6} {'host each':>12} {'device each':>12}"
     for role in dict.fromkeys(process.role for process in plan):
@@ -74,17 +77,20 @@ def memory_lines(config: Config) -> Iterator[str]:
 
 def _layout_lines(memory: RunMemory) -> Iterator[str]:
     """Describe which rank holds which part of the optimizer's state."""
-    actor = memory.config.actor
-    shards = actor.layout.shards
-    replicas = actor.workers // shards
+    actor, mesh = memory.config.actor, mesh_of(memory.config.actor.layout)
+    axes = [f"{actor.workers // mesh.boxes} replicas", f"{mesh.shards} shards"]
+    axes += [f"{mesh.stages} stages"] if mesh.stages > 1 else []
+    axes += [f"{mesh.tensors} tensor ranks"] if mesh.tensors > 1 else []
+    most = max(memory.box_bytes(mesh.seat(box)) for box in range(mesh.boxes))
     yield (
-        f"  layout   {actor.workers} ranks = {replicas} replicas × {shards} shards: each rank holds "
-        f"1/{shards} of weights and moments ({gigabytes(memory.box_bytes)} of {gigabytes(memory.state_bytes)})"
+        f"  layout   {actor.workers} ranks = {' × '.join(axes)}: each rank holds "
+        f"{f'1/{mesh.boxes}' if mesh.model_ranks == 1 else 'at most a part'} of weights and moments "
+        f"({gigabytes(most)} of {gigabytes(memory.state_bytes)})"
     )
     has_hosts = memory.config.cluster.hosts > 1
     for part, holders in _holders(memory.config).items():
         named = (f"{rank} ({host})" if has_hosts else rank for rank, host in holders.items())
-        yield f"           part {part}: {', '.join(named)}"
+        yield f"           part {part}: {', '.join(named)}{_layers(memory, mesh.seat(part - 1))}"
     if has_hosts:
         alone = [
             str(part) for part, holders in _holders(memory.config).items() if len(set(holders.values())) == 1
@@ -96,16 +102,30 @@ def _layout_lines(memory: RunMemory) -> Iterator[str]:
         )
     yield "           no replacement starts: " + (
         "the other ranks go on while each part has one"
-        if replicas > 1
-        else "the run waits, then ends; `kintsugi resume` with fewer shards goes on"
+        if actor.workers > mesh.boxes and mesh.model_ranks == 1
+        else "the run waits, then ends; `kintsugi resume` with another layout goes on"
     )
+
+
+def _layers(memory: RunMemory, seat: Seat) -> str:
+    """What a rank computes of a model, and the memory that it needs; empty if it computes all of it."""
+    if seat.mesh.model_ranks == 1:
+        return ""
+    layers = part_of(memory.model, seat).layers
+    ends = " with the embedding" if seat.is_first else " with the head" if seat.is_last else ""
+    ends = "" if seat.stages == 1 else ends
+    if seat.tensors > 1:
+        slices = slices_of(seat.tensor, tensors=seat.tensors, count=memory.config.actor.logical_slices)
+        ends += f", slices {slices.start} to {slices.stop - 1}"
+    needed = memory.of_process(process_id(Role.MODEL, seat.number))
+    return f": layers {layers[0]} to {layers[-1]}{ends}, {gigabytes(needed.host_bytes + needed.device_bytes)}"
 
 
 def _holders(config: Config) -> dict[int, dict[str, str]]:
     """Return the ranks that hold each part of a state that is cut, with their hosts."""
     ranks = [plan for plan in plan_layout(config) if plan.role is Role.MODEL]
-    shards = config.actor.layout.shards
-    return {part + 1: {plan.process: plan.host for plan in ranks[part::shards]} for part in range(shards)}
+    boxes = config.actor.layout.boxes
+    return {part + 1: {plan.process: plan.host for plan in ranks[part::boxes]} for part in range(boxes)}
 
 
 def limit_lines(config: Config) -> Iterator[str]:
@@ -272,9 +292,10 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
     can_cut = not config.cluster.on and config.cluster.share_device != "offload"
     if can_cut and not any(stage.moves_reference or stage.has_critic for stage in stages(config)):
         for shards in range(actor.layout.shards + 1, actor.workers + 1):
-            if actor.workers % shards == 0:
-                layout = LayoutSection(shards=shards)
+            if actor.workers % (shards * actor.layout.model_ranks) == 0:
+                layout = msgspec.structs.replace(actor.layout, shards=shards, replicas=None)
                 yield f"`actor.layout.shards={shards}`", changed(layout=layout)
+        yield from _more_stages(config)
     sizes = [
         LEAST_MICRO_BATCH << power
         for power in range(16)
@@ -302,6 +323,16 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
     if config.cluster.share_device != "offload" and config.generation.backend == "embedded":
         cluster = msgspec.structs.replace(config.cluster, share_device="offload")
         yield "`cluster.share_device=offload`", msgspec.structs.replace(config, cluster=cluster)
+
+
+def _more_stages(config: Config) -> Iterator[tuple[str, Config]]:
+    """Layouts with more pipeline stages on the same workers."""
+    actor, model = config.actor, plan_model(config)[0]
+    for number in range(actor.layout.stages + 1, min(actor.workers, model.num_layers) + 1):
+        layout = msgspec.structs.replace(actor.layout, stages=number, replicas=None)
+        if actor.workers % layout.boxes == 0 and not model.tie_embeddings:
+            changed = msgspec.structs.replace(actor, layout=layout)
+            yield f"`actor.layout.stages={number}`", msgspec.structs.replace(config, actor=changed)
 
 
 def _elsewhere(config: Config) -> Iterator[str]:

@@ -242,7 +242,7 @@ def _as_piece(whole: Piece, piece: DeltaPiece) -> Piece:
 def _item_bytes(piece: Piece) -> int:
     """Size of an element; pieces of other widths than a machine word are compared byte by byte."""
     count = 1
-    for extent in piece.shape:
-        count *= extent
+    for start, stop in piece.slice:
+        count *= stop - start
     width = piece.size // count if count else 1
     return width if width in (1, 2, 4, 8) and piece.size % width == 0 else 1

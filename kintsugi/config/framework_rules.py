@@ -66,6 +66,8 @@ def framework_problems(config: Config, stages: Sequence[Stage]) -> Iterator[Prob
         yield "actor.dtype", "float32: the MindSpore adapter computes in no other type"
     if config.actor.recompute:
         yield "actor.recompute", "false: the MindSpore adapter keeps all activations"
+    if config.actor.logical_slices > 1:
+        yield "actor.logical_slices", "1: the MindSpore adapter computes whole models"
     if config.weights.transport == "collective":
         yield (
             "weights.transport",

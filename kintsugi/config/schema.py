@@ -293,16 +293,31 @@ class LayoutSection(_Section, frozen=True):
     shards: int = 1
     """Parts into which master weights and optimizer moments are cut; each model worker holds and updates one of them.
     Gradients and the weights to compute with stay whole on every worker. Does not change the result."""
+    stages: int = 1
+    """Pipeline stages: parts into which the layers of every model are cut. A worker computes only the layers of its
+    stage, and passes activations on. Does not change the result."""
+    tensors: int = 1
+    """Workers that compute each layer together."""
     replicas: int | None = None
-    """Model workers that hold the same part: `workers` / `shards`, which is the default. With 2 or more the state of a
-    lost worker comes from another one."""
+    """Model workers that hold the same part: `workers` / (`shards` × `stages` × `tensors`), which is the default. With
+    2 or more the state of a lost worker comes from another one."""
+
+    @property
+    def boxes(self) -> int:
+        """Parts into which the state is cut; every model worker holds one of them."""
+        return self.shards * self.model_ranks
+
+    @property
+    def model_ranks(self) -> int:
+        """Workers that compute the same samples together, each with a part of the model."""
+        return self.stages * self.tensors
 
 
 class ActorSection(_Section, frozen=True):
     """The trained model, its optimizer, and the model workers."""
 
     workers: int = 2
-    """Number of model workers (data-parallel ranks)."""
+    """Number of model workers (ranks)."""
     layout: LayoutSection = LayoutSection()
     learning_rate: float = 5e-4
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -318,10 +333,15 @@ class ActorSection(_Section, frozen=True):
     """Maximum number of tokens in one forward and backward pass; a longer sequence has one of its own. On a GPU the
     bits of the result depend on it. A deterministic run on CPUs takes 2,048, whatever is given."""
     logical_shards: int | None = None
-    """Fixed parts of the optimizer batch, a multiple of `workers`. Default: as many as `workers`. Gradients are summed
+    """Fixed parts of the optimizer batch, a multiple of `workers` (of those workers that compute different samples, if
+    `layout.stages` or `layout.tensors` is above 1). Default: one for each of them. Gradients are summed
     over them in a fixed order, so that with the same number of parts the result does not depend on the number of
     workers: set it to compare, or continue, with other workers. Each part beyond one per worker costs up to 4 bytes
     per parameter on its device."""
+    logical_slices: int = 1
+    """Fixed parts into which attention, MLP and vocabulary of every model are cut, a power of two that divides the key
+    and value heads. Partial sums are added in a fixed order. The result depends on this number, because sums are
+    rounded."""
     recompute: bool = False
     """Keep only the input of each layer in the forward pass, and compute the layer again in the backward pass: about
     25 times less memory per token for a third more computation. For long sequences and large models."""
@@ -346,8 +366,13 @@ class ActorSection(_Section, frozen=True):
 
     @property
     def num_shards(self) -> int:
-        """Number of logical shards: as given, or one per worker."""
-        return self.workers if self.logical_shards is None else self.logical_shards
+        """Number of logical shards: as given, or one per data-parallel part."""
+        return self.data_parallel if self.logical_shards is None else self.logical_shards
+
+    @property
+    def data_parallel(self) -> int:
+        """Parts of a batch that are computed at the same time, each by one worker, or by those of one model."""
+        return max(1, self.workers // self.layout.model_ranks)
 
     def block_tokens(self, *, deterministic: bool, is_cpu: bool) -> int:
         """Maximum number of tokens in one pass on a device of this kind."""

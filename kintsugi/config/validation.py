@@ -24,7 +24,8 @@ from kintsugi.control.placement import most_servers, num_spread_processes
 from kintsugi.data.dataset import open_data
 from kintsugi.errors import ConfigError, ModelError
 from kintsugi.graph.algorithms import build_graph
-from kintsugi.model.plan import plan_companions, plan_model
+from kintsugi.model.partition import check_stages
+from kintsugi.model.plan import plan_architecture, plan_companions, plan_model
 from kintsugi.rollout.environments.registry import try_environment
 from kintsugi.rollout.rewards.builtin import program_output
 from kintsugi.rollout.rewards.spec import load_rewards
@@ -110,6 +111,8 @@ _RULES: dict[str, Rule] = {
     "warmup.warmup_steps": _NOT_NEGATIVE,
     "actor.workers": _POSITIVE,
     "actor.layout.shards": _POSITIVE,
+    "actor.layout.stages": _POSITIVE,
+    "actor.layout.tensors": _POSITIVE,
     "actor.layout.replicas": _POSITIVE,
     "actor.learning_rate": _POSITIVE,
     "actor.warmup_steps": _NOT_NEGATIVE,
@@ -120,6 +123,10 @@ _RULES: dict[str, Rule] = {
     "actor.max_grad_norm": _POSITIVE,
     "actor.micro_batch_tokens": _POSITIVE,
     "actor.logical_shards": _POSITIVE,
+    "actor.logical_slices": (
+        "a power of two",
+        lambda value: value >= 1 and math.log2(value).is_integer(),
+    ),
     "generation.servers": _NOT_NEGATIVE,
     "generation.slots": (
         "at least 4: with fewer rows results would depend on the batch",
@@ -225,7 +232,7 @@ def _check_division(run: _Candidate) -> None:
         counted = f"`{batch}` × group size = {samples} samples"
         if stage.algorithm.name in LEARN_PAIRS:  # Pairs are not split.
             samples, counted = stage.algorithm.batch_size, f"`{batch}`={stage.algorithm.batch_size} pairs"
-        if actor.workers > samples:
+        if actor.data_parallel > samples:
             raise run.error("actor.workers", f"at most as many workers as {counted}")
         if actor.num_shards > samples:
             raise run.error("actor.logical_shards", f"at most {counted}")
@@ -234,12 +241,12 @@ def _check_division(run: _Candidate) -> None:
                 "rollout.workers",
                 f"at most `{batch}`={stage.algorithm.batch_size} (a prompt's samples stay together)",
             )
-    if actor.num_shards % actor.workers:
-        raise run.error(
-            "actor.logical_shards",
-            f"a multiple of `actor.workers`={actor.workers}, or null for one part per worker",
-        )
     _check_layout(run)
+    if actor.num_shards % actor.data_parallel:
+        computed = f"`actor.workers`={actor.workers}"
+        if actor.layout.model_ranks > 1:
+            computed = f"{actor.data_parallel}, the workers that compute different samples"
+        raise run.error("actor.logical_shards", f"a multiple of {computed}, or null for one part per worker")
     servers, most = run.config.generation.servers, most_servers(run.config)
     if has_servers(run.config) and servers < 1:
         raise run.error("generation.servers", "at least 1: completions are sampled, if only to evaluate")
@@ -251,28 +258,54 @@ def _check_division(run: _Candidate) -> None:
 def _check_layout(run: _Candidate) -> None:
     """Check that every part of the optimizer's state has the same number of workers, and what shards are not for."""
     actor = run.config.actor
-    shards, replicas = actor.layout.shards, actor.layout.replicas
-    if actor.workers % shards:
-        raise run.error("actor.layout.shards", f"a divisor of `actor.workers`={actor.workers}")
-    if replicas is not None and replicas * shards != actor.workers:
+    layout = actor.layout
+    sizes = {name: getattr(layout, name) for name in ("shards", "stages", "tensors")}
+    cut = {f"actor.layout.{name}": size for name, size in sizes.items() if size > 1}
+    if actor.workers % layout.boxes:
+        *others, field = cut
+        product = "".join(f"`{name}`={cut[name]} × " for name in others)
+        what = "a divisor of" if not others else f"{product}`{field}` to be a divisor of"
+        raise run.error(field, f"{what} `actor.workers`={actor.workers}")
+    if layout.replicas is not None and layout.replicas * layout.boxes != actor.workers:
+        of = " × ".join(f"`{name}`={size}" for name, size in cut.items()) or "`actor.layout.shards`=1"
+        of = f"({of})" if len(cut) > 1 else of
         raise run.error(
             "actor.layout.replicas",
-            f"{actor.workers // shards} (`actor.workers`={actor.workers} / `actor.layout.shards`={shards}), or null",
+            f"{actor.workers // layout.boxes} (`actor.workers`={actor.workers} / {of}), or null",
         )
-    if shards == 1:
-        return
-    if any(stage.moves_reference for stage in run.stages):
-        raise run.error("actor.layout.shards", "1, because a reference that moves is not cut")
-    if run.config.cluster.share_device == "offload":
-        raise run.error("actor.layout.shards", "1, because `cluster.share_device=offload` moves whole states")
-    if run.config.cluster.on:
+    if actor.logical_slices % layout.tensors:
         raise run.error(
-            "actor.layout.shards", "1, because the hosts of `cluster.on` do not have the run folder"
+            "actor.layout.tensors",
+            f"a divisor of `actor.logical_slices`={actor.logical_slices}, which the workers of a layer share",
         )
+    if cut:
+        _check_cut(run, next(iter(cut)))
+
+
+def _check_cut(run: _Candidate, field: str) -> None:
+    """Check what a state is not cut for. `field` is the first by which it is cut."""
+    actor, layout = run.config.actor, run.config.actor.layout
+    if any(stage.moves_reference for stage in run.stages):
+        raise run.error(field, "1, because a reference that moves is not cut")
+    if run.config.cluster.share_device == "offload":
+        raise run.error(field, "1, because `cluster.share_device=offload` moves whole states")
+    if run.config.cluster.on:
+        raise run.error(field, "1, because the hosts of `cluster.on` do not have the run folder")
     begins_as_actor = any(stage.has_critic and stage.critic.path is None for stage in run.stages)
-    if begins_as_actor and actor.dtype != "float32":
+    if layout.shards > 1 and begins_as_actor and actor.dtype != "float32":
         what = f"a critic that begins as the actor needs `actor.dtype=float32`, got {actor.dtype}"
         raise run.error("actor.layout.shards", f"1, or a `critic.path`: {what}")
+    if layout.model_ranks == 1:
+        return
+    axis = "stages" if layout.stages > 1 else "tensors"
+    field, size = f"actor.layout.{axis}", getattr(layout, axis)
+    if actor.framework != "torch":
+        raise run.error(field, "1, because the MindSpore adapter computes whole models")
+    if run.config.weights.transport not in ("auto", "stream"):
+        raise run.error(
+            "weights.transport",
+            f"auto or stream, because each of `{field}`={size} has a part of the weights",
+        )
 
 
 def _check_backend(run: _Candidate) -> None:
@@ -395,7 +428,13 @@ def _check_model(run: _Candidate) -> None:
     except ModelError as error:
         field = "model.path" if model.path is not None else "model.new"
         raise ModelError(f"`{field}`: {error}") from error
-    plan_companions(run.config)
+    companions, stages = plan_companions(run.config), run.config.actor.layout.stages
+    for each in (plan_architecture(run.config), companions.reference):
+        if each is not None:
+            check_stages(each, stages)
+    for each in (companions.critic, companions.reward_model):
+        if each is not None:
+            check_stages(each, stages, has_logits=False)
 
 
 def _check_data(run: _Candidate) -> None:

@@ -64,6 +64,7 @@ from kintsugi.journal.facts import (
     StopAccepted,
     TermStarted,
 )
+from kintsugi.model.seats import STATE_FORMAT, mesh_of
 from kintsugi.protocol.agents import Inspected, ProcessStarted
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.rollout import EpisodesDone
@@ -103,7 +104,7 @@ class Master:
             pending=pending,
             start_timeout_s=limit_s,
             no_slots=hosts_without_slots(config),
-            is_cut=config.actor.layout.shards > 1,
+            is_cut=config.actor.layout.boxes > 1,
         )
         dispatch = self._dispatch = EpisodeDispatch(
             config, decision=decision, pending=pending, num_rows=num_rows
@@ -348,14 +349,17 @@ class Master:
 
     def _enter_ending(self, report: PhaseReport, now: float) -> None:
         self._enter(Phase.ENDING, now, f"{self._outcome()} after step {self.state.step}")
-        self.pending.ask_all({self._recovery.ranks[0]: HashWeights()}, now)
+        first = range(mesh_of(self.config.actor.layout).model_ranks)  # They hash one model together.
+        self.pending.ask_all({self._recovery.ranks[rank]: HashWeights() for rank in first}, now)
 
     def _enter_ended(self, report: PhaseReport, now: float) -> None:
         faults = self._failure.causes
         outcome = (
             "failed" if faults else "stopped" if report.result is PhaseResult.STOPPED else self._outcome()
         )
-        hashes = (a.sha256 for a in self.pending.answers.values() if isinstance(a, WeightsHashed))
+        hashes = (
+            a.sha256 for a in self.pending.answers.values() if isinstance(a, WeightsHashed) and a.sha256
+        )
         self._recovery.close(now)
         self._decision.add_fact(
             RunEnded(outcome, next(iter(faults), None), next(hashes, ""), self.session_s(now))
@@ -454,7 +458,7 @@ class Master:
         if not self.state.job:
             self._decision.add_fact(RunStarted(event.job, event.config_digest))
         self._decision.add_fact(
-            TermStarted(self.state.term + 1, event.incarnation, event.adopting, event.time)
+            TermStarted(self.state.term + 1, event.incarnation, event.adopting, event.time, STATE_FORMAT)
         )
         self._decision.explain(f"term {self.state.term} begins at step {self.state.step}")
         if event.restore_path is not None:

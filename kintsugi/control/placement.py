@@ -29,6 +29,7 @@ def plan_layout(config: Config) -> tuple[ProcessPlan, ...]:
 
     Ranks of a state that is cut and held several times are neighbours where they hold the state together, so that the
     holders of one part are on different hosts: four ranks with two parts are 0 and 1 on one host, 2 and 3 on the other.
+    Ranks that compute a model together are neighbours too.
     """
     hosts = [f"host-{index}" for index in range(config.cluster.hosts)]
     plan = [ProcessPlan(process_id(Role.AGENT, index), Role.AGENT, host) for index, host in enumerate(hosts)]
@@ -36,7 +37,8 @@ def plan_layout(config: Config) -> tuple[ProcessPlan, ...]:
     plan += [ProcessPlan(process_id(role, 0), role, hosts[0]) for role in single]
     turn = cycle(_turns(config))
     spread = [ProcessPlan(process_id(role, index), role, next(turn)) for role, index in _spread(config)]
-    if 1 < config.actor.layout.shards < config.actor.workers:
+    layout = config.actor.layout
+    if layout.model_ranks > 1 or 1 < layout.shards < config.actor.workers:
         spread = _together(spread)
     return (*plan, *spread)
 

@@ -60,17 +60,20 @@ class SampleDemand:
         ranks: Sequence[str],
         hosts: Mapping[str, str],
     ) -> None:
-        """`blocks`: index of the contiguous block of shards of each rank. `hosts`: hosts of ranks and holders."""
+        """`blocks`: index of the contiguous block of shards of each rank, or of several ranks in a row that compute the
+        same samples. `hosts`: hosts of ranks and holders."""
+        in_a_row = len(ranks) // len(blocks)
         self.blocks = blocks
         self.ranks = ranks
         self.hosts = hosts
         self.items: list[list[ShardItem]] = [
             [
                 item
-                for index in shards_of_rank(len(shards), rank=block, world_size=len(ranks))
+                for index in shards_of_rank(len(shards), rank=block, world_size=len(blocks))
                 for item in shards[index].items
             ]
             for block in blocks
+            for _ in range(in_a_row)
         ]
         self.of_rank: list[dict[str, int]] = [_bytes_by_holder(items) for items in self.items]
         self.neighbours: dict[str, list[int]] = {}

@@ -30,7 +30,8 @@ class TransferPlan(msgspec.Struct, frozen=True):
     name: str
     """Name of its kind: "direct", "relay on host-1"."""
     blocks: tuple[int, ...]
-    """Index of the contiguous block of shards (`shards_of_rank`) of each rank."""
+    """Index of the contiguous block of shards (`shards_of_rank`) by data-parallel index: ranks that compute one model
+    together (`Mesh.model_ranks`) have the same."""
     routes: tuple[Routes, ...]
     """Routes by rank."""
     hosts: dict[str, str] = {}
@@ -39,9 +40,9 @@ class TransferPlan(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-def in_order(num_ranks: int) -> TransferPlan:
-    """Default plan: block i belongs to rank i, and every rank fetches for itself."""
-    return TransferPlan("direct", tuple(range(num_ranks)), (Routes(),) * num_ranks)
+def in_order(num_ranks: int, *, model_ranks: int = 1) -> TransferPlan:
+    """Default plan: block i belongs to the data-parallel index i, and every rank fetches for itself."""
+    return TransferPlan("direct", tuple(range(num_ranks // model_ranks)), (Routes(),) * num_ranks)
 
 
 class CandidatePlan(NamedTuple):
@@ -55,10 +56,19 @@ class CandidatePlan(NamedTuple):
 
 
 def candidates(
-    shards: Sequence[LogicalShard], *, ranks: Sequence[str], hosts: Mapping[str, str], links: LinkCosts
+    shards: Sequence[LogicalShard],
+    *,
+    ranks: Sequence[str],
+    hosts: Mapping[str, str],
+    links: LinkCosts,
+    model_ranks: int = 1,
 ) -> list[CandidatePlan]:
-    """Candidates, the simplest first. If relaying helps some hosts, those relay; if none, all, for comparison."""
-    straight = tuple(range(len(ranks)))
+    """Candidates, the simplest first. If relaying helps some hosts, those relay; if none, all, for comparison. Ranks
+    that compute the same samples together, `model_ranks` in a row, fetch directly, in order."""
+    straight = tuple(range(len(ranks) // model_ranks))
+    if model_ranks > 1:
+        needs = SampleDemand(shards, straight, ranks=ranks, hosts=hosts)
+        return [CandidatePlan("direct", needs, (), needs.estimate(relayed=(), links=links))]
     near = local_blocks(shards, ranks=ranks, hosts=hosts)
     placements = {straight: "", near: "" if near == straight else ", shards near their samples"}
     found: list[CandidatePlan] = []
@@ -120,10 +130,11 @@ def choose_plan(
     links: LinkCosts,
     last: str = "",
     bytes_per_s: float | None = None,
+    model_ranks: int = 1,
 ) -> TransferPlan:
     """Choose the cheapest candidate, or one of the kind chosen `last` if the others save too little. `bytes_per_s` is
     the bandwidth limit of one host for samples from other hosts."""
-    every = candidates(shards, ranks=ranks, hosts=hosts, links=links)
+    every = candidates(shards, ranks=ranks, hosts=hosts, links=links, model_ranks=model_ranks)
     best = min(every, key=lambda candidate: candidate.seconds)
     kept = next((candidate for candidate in every if candidate.name == last), best)
     chosen = best if best.seconds < WORTH_CHANGING * kept.seconds else kept

@@ -22,7 +22,7 @@ from kintsugi.dataplane.plan import TransferPlan, in_order
 from kintsugi.errors import StatesDiverged
 from kintsugi.graph.dfg import Graph
 from kintsugi.graph.mfc import Call, Per
-from kintsugi.model.seats import joined, seat_of
+from kintsugi.model.seats import UNCUT, Mesh, joined, seat_of, speakers
 from kintsugi.protocol.sample_transfer import Routes, Transfer
 from kintsugi.protocol.training import CallDone
 from kintsugi.samples.sharding import logical_shards, shards_of_rank
@@ -76,16 +76,19 @@ class GraphExecution:
         num_shards: int,
         compute: Compute,
         keep_groups: bool = False,
-        planner: Planner = lambda shards, ranks: in_order(len(ranks)),
-        boxes: int = 1,
+        planner: Planner | None = None,
+        mesh: Mesh = UNCUT,
     ) -> None:
         """`keep_groups`: a group's samples are compared with each other, so they stay on one worker. `planner` places
-        the shards once, for all calls. `boxes`: the number of parts into which the workers' state is cut."""
-        self._boxes = boxes
+        the shards once, for all calls. `mesh`: the parts into which the workers' state and models are cut."""
+        self._mesh = mesh
         self._graph, self._workers, self._compute = graph, workers, compute
         self._items = {item.key: item for item in items}
         self._shards = logical_shards(items, num_shards=num_shards, keep_groups=keep_groups)
-        self.plan = planner(self._shards, workers[Role.MODEL])
+        ranks = workers[Role.MODEL]
+        in_turn = in_order(len(ranks), model_ranks=mesh.model_ranks)
+        self.plan = in_turn if planner is None else planner(self._shards, ranks)
+        self._speakers = speakers(ranks, mesh)
         self._open: dict[str, dict[str, CallDone | None]] = {}
         self._started: dict[str, float] = {}
         self._keys_of: dict[str, dict[str, set[str]]] = {}
@@ -110,7 +113,7 @@ class GraphExecution:
     def state_digest(self) -> str:
         """Digest of the state that all ranks together have prepared."""
         answers = self.answers[self._last_training]
-        return joined({name: done.state_digest for name, done in answers.items()}, shards=self._boxes)
+        return joined({name: done.state_digest for name, done in answers.items()}, self._mesh)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -158,16 +161,17 @@ class GraphExecution:
         self._open[call.name] = dict.fromkeys(workers)
         self._started[call.name] = now
         dispatches = []
+        num_blocks = len(self.plan.blocks)
         for rank, worker in enumerate(workers):
-            block = self.plan.blocks[rank]
-            mine = shards_of_rank(len(self._shards), rank=block, world_size=len(workers))
+            block = self.plan.blocks[self._mesh.data_index(rank)]
+            mine = shards_of_rank(len(self._shards), rank=block, world_size=num_blocks)
             shards = tuple(self._shards[i] for i in mine)
             self._keys_of.setdefault(call.name, {})[worker] = {i.key for shard in shards for i in shard.items}
             prepares = call.name == self._last_training
             # Later calls of the step find the samples that the first one fetched.
             routes = Routes() if self._sent else self.plan.routes[rank]
             after = tuple(self._sent)
-            blocks = () if list(self.plan.blocks) == list(range(len(workers))) else self.plan.blocks
+            blocks = () if list(self.plan.blocks) == list(range(num_blocks)) else self.plan.blocks
             dispatches.append(CallDispatch(call, worker, rank, shards, after, prepares, blocks, routes))
         self._sent.append(call.name)
         return dispatches
@@ -196,7 +200,7 @@ class GraphExecution:
         return None
 
     def _validate(self, call: Call, worker: str, answer: CallDone) -> str | None:
-        mine = self._keys_of[call.name][worker]
+        mine = self._keys_of[call.name][worker] if worker in self._speakers else set[str]()
         for name in (key.name for key in call.outputs if not key.shape):
             found = answer.outputs.get(name, {}).keys()
             if found != mine:
@@ -209,7 +213,7 @@ class GraphExecution:
         the culprit."""
         by_box: dict[str, dict[str, CallDone]] = {}
         for name, done in answers.items():
-            by_box.setdefault(seat_of(name, shards=self._boxes).box, {})[name] = done
+            by_box.setdefault(seat_of(name, self._mesh).box, {})[name] = done
         return next((problem for same in by_box.values() if (problem := self._difference(call, same))), None)
 
     def _difference(self, call: str, answers: Mapping[str, CallDone]) -> str | None:

@@ -16,6 +16,7 @@ from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.folder import Head, check_index, load_config, stored_names, weight_files
 from kintsugi.model.folder_files import DEFAULT_MAX_SHARD_BYTES, folder_files
 from kintsugi.model.tensor_file import content_pieces
+from kintsugi.model.tensor_slices import SliceName, view
 from kintsugi.model.transformer import Transformer
 
 
@@ -45,13 +46,14 @@ def load(
 def load_into(
     parameters: Mapping[str, Tensor], folder: Path, *, config: ModelConfig, head: Head = "refused"
 ) -> None:
-    """Fill the parameters of a model, by name, from a folder, one tensor at a time. An optional value head that is
-    missing becomes zero."""
+    """Fill the parameters of a model, or slices of them, by name, from a folder, one tensor at a time. An optional
+    value head that is missing becomes zero."""
     with WeightFiles(folder) as files:
         names = stored_names(files.shapes, config=config, head=head, where=str(folder))
         for name, parameter in parameters.items():
-            if name in names:  # Converted on the device: fewer bytes travel, and the CPU is slower.
-                parameter.copy_(files.tensor(names[name]).to(parameter.device))
+            where = SliceName.parse(name)
+            if where.name in names:  # Converted on the device: fewer bytes travel, and the CPU is slower.
+                parameter.copy_(view(files.tensor(names[where.name]), where).to(parameter.device))
             else:
                 parameter.zero_()
 

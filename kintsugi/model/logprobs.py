@@ -59,7 +59,7 @@ def token_logprobs(
     return result
 
 
-def _chunks(num_tokens: int, chunk_size: int) -> Iterator[slice]:
+def chunks_of(num_tokens: int, chunk_size: int) -> Iterator[slice]:
     """Chunks of nearly equal size: a short last chunk would take another matrix kernel and give other bits."""
     num_chunks = -(-num_tokens // chunk_size)
     for index in range(num_chunks):
@@ -73,8 +73,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden.shape[0]
         logprobs, entropy, normalizer = hidden.new_empty((3, num_tokens), dtype=torch.float32).unbind()
-        summarize = _summarize_on_device if hidden.is_cuda else _summarize
-        for chunk in _chunks(num_tokens, chunk_size):
+        for chunk in chunks_of(num_tokens, chunk_size):
             summarize(
                 project_to_vocabulary(hidden[chunk], weight),
                 targets=targets[chunk],
@@ -97,9 +96,8 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
-        chunks = list(_chunks(hidden.shape[0], ctx.chunk_size))
+        chunks = list(chunks_of(hidden.shape[0], ctx.chunk_size))
         weight_gradient = torch.zeros_like(weight) if wants_weight and not chunks else None
-        gradient_of_logits = _gradient_on_device if hidden.is_cuda else _gradient_of_logits
         for chunk in chunks:
             gradient = gradient_of_logits(
                 project_to_vocabulary(hidden[chunk], weight),
@@ -116,7 +114,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if wants_weight and len(chunks) == 1:
                 weight_gradient = torch.mm(gradient.t(), hidden)
             elif wants_weight:
-                weight_gradient = _plus_product(weight_gradient, gradient.t(), hidden[chunk])
+                weight_gradient = plus_product(weight_gradient, gradient.t(), hidden[chunk])
             del gradient
         return (
             hidden_gradient,
@@ -127,7 +125,7 @@ class _TokenLogprobs(torch.autograd.Function):
         )
 
 
-def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+def plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """`total`, in fp32, += left @ right; on an accelerator no product is rounded before it is added."""
     is_wide = left.is_cuda and left.dtype != torch.float32
     if total is None:
@@ -135,6 +133,25 @@ def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     if is_wide:
         return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     return total.add_(left @ right)
+
+
+def summarize(logits: Tensor, **arguments: Any) -> None:
+    """Compute the numbers of each token from its logits; arguments are those of `_summarize`."""
+    if logits.is_cuda:
+        from kintsugi.model import logprob_kernels
+
+        logprob_kernels.summarize(logits, **arguments)
+    else:
+        _summarize(logits, **arguments)
+
+
+def gradient_of_logits(logits: Tensor, **arguments: Any) -> Tensor:
+    """Gradient of a loss with respect to logits; arguments are those of `_gradient_of_logits`."""
+    if logits.is_cuda:
+        from kintsugi.model import logprob_kernels
+
+        return logprob_kernels.gradient_of_logits(logits, **arguments)
+    return _gradient_of_logits(logits, **arguments)
 
 
 def _summarize(
@@ -165,7 +182,7 @@ def _gradient_of_logits(
     dtype: torch.dtype,
 ) -> Tensor:
     """With p the distribution, z the scaled logits and H the entropy: d logprob / dz = onehot - p, and dH / dz = -p
-    (log p + H). The logits are overwritten."""
+    (log p + H). A target of -1 is not among these logits. The logits are overwritten."""
     log_distribution = logits.div_(temperature).sub_(normalizer[:, None])
     distribution = log_distribution.exp()
     gradient = torch.zeros_like(distribution)
@@ -173,18 +190,7 @@ def _gradient_of_logits(
         gradient = log_distribution.add_(entropy[:, None]).mul_(-entropy_gradient[:, None])
         gradient.mul_(distribution)
     if logprob_gradient is not None:
-        upstream = logprob_gradient[:, None]
-        gradient.addcmul_(distribution, upstream, value=-1.0).scatter_add_(-1, targets[:, None], upstream)
+        upstream, target = logprob_gradient[:, None], targets[:, None]
+        hit = torch.where(target >= 0, upstream, 0.0)
+        gradient.addcmul_(distribution, upstream, value=-1.0).scatter_add_(-1, target.clamp(min=0), hit)
     return gradient.div_(temperature).to(dtype)
-
-
-def _summarize_on_device(logits: Tensor, **arguments: Any) -> None:
-    from kintsugi.model import logprob_kernels
-
-    logprob_kernels.summarize(logits, **arguments)
-
-
-def _gradient_on_device(logits: Tensor, **arguments: Any) -> Tensor:
-    from kintsugi.model import logprob_kernels
-
-    return logprob_kernels.gradient_of_logits(logits, **arguments)

@@ -6,11 +6,13 @@ must leave the ranks on its card what they will need.
 
 A rank holds, per trained parameter, 12 bytes of state (weights and two moments), 4 of gradient and, where it computes
 in bfloat16, 2 of weights to compute with; then what one micro-batch takes. Of several shards it holds one part of the
-state, and always separate weights to compute with: 12 / shards + 4 + 2 (4 in float32).
+state, and always separate weights to compute with: 12 / shards + 4 + 2 (4 in float32). With pipeline stages only the
+parameters of its own layers count.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -18,7 +20,10 @@ import msgspec
 from kintsugi.config.schema import LEARN_PAIRS, Config
 from kintsugi.config.stages import has_servers, stages
 from kintsugi.model.architecture import ModelConfig, num_parameters
+from kintsugi.model.partition import local_shapes, part_of
 from kintsugi.model.plan import Companions
+from kintsugi.model.seats import Seat, mesh_of, seat_of
+from kintsugi.model.tensor_slices import cut_axis
 from kintsugi.types import Role, process_id, role_of
 
 PLAIN_PROCESS_BYTES = 60_000_000
@@ -103,10 +108,23 @@ class RunMemory(msgspec.Struct, frozen=True):
         moving = 4 * self.num_actor if self.companions.moving_reference else 0
         return _STATE_BYTES * (self.num_actor + self.num_critic) + moving
 
-    @property
-    def box_bytes(self) -> int:
-        """Bytes of the part of the state that one rank holds."""
-        return -(-self.state_bytes // self.config.actor.layout.shards)
+    def box_bytes(self, seat: Seat) -> int:
+        """Bytes of the part of the state that a rank holds."""
+        moving = 4 * self.num_actor if self.companions.moving_reference else 0
+        return -(-(_STATE_BYTES * self.num_trained(seat) + moving) // seat.shards)
+
+    def num_trained(self, seat: Seat) -> int:
+        """Trained parameters of the layers that a rank computes."""
+        return self._num_local(self.model, seat, self.companions.value_head) + self._num_critic_of(seat)
+
+    def _num_critic_of(self, seat: Seat) -> int:
+        critic = self.companions.critic
+        return 0 if critic is None else self._num_local(critic, seat, True)
+
+    def _num_local(self, config: ModelConfig, seat: Seat, with_value_head: bool = False) -> int:
+        shapes = local_shapes(config, seat, with_value_head=with_value_head)
+        own = {name: seat.tensors if cut_axis(name) is not None else 1 for name in shapes}
+        return sum(math.prod(shape) // own[name] for name, shape in shapes.items())
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -203,11 +221,12 @@ class RunMemory(msgspec.Struct, frozen=True):
         return self._placed(computed, {})
 
     def _rank(self, process: str) -> ProcessMemory:
+        seat = seat_of(process, mesh_of(self.config.actor.layout))
         kept = {
-            "snapshots": 2 * self.box_bytes + self._width * self.num_reference,
+            "snapshots": 2 * self.box_bytes(seat) + self._width * self._num_reference_of(seat),
             "published": 2 * self._width * self.num_actor,
         }
-        computed = self._trained() | self._frozen() | self._micro_batch()
+        computed = self._trained(seat) | self._frozen(seat) | self._micro_batch(seat)
         if self.num_devices:
             index = device_index(process, num_devices=self.num_devices)
             if any(role_of(name) is Role.SERVER for name in self.on_device(index)):
@@ -223,58 +242,63 @@ class RunMemory(msgspec.Struct, frozen=True):
             {"process": CUDA_PROCESS_BYTES, **kept}, {**computed, "context": CUDA_CONTEXT_BYTES}
         )
 
-    def _trained(self) -> dict[str, int]:
+    def _num_reference_of(self, seat: Seat) -> int:
+        """Parameters of a frozen reference that a rank holds."""
+        config = self.companions.reference or self.model
+        return self._num_local(config, seat) if self.num_reference else 0
+
+    def _trained(self, seat: Seat) -> dict[str, int]:
         """State, gradients and compute weights of the trained models."""
         actor = self.config.actor
-        trained = self.num_actor + self.num_critic
+        trained, critic = self.num_trained(seat), self._num_critic_of(seat)
         # Sums of shards that wait for others, one per level of their tree; one model is trained at a time.
-        waiting = (actor.num_shards // actor.workers).bit_length() - 1
+        waiting = (actor.num_shards // actor.data_parallel).bit_length() - 1
         found = {
-            "state": self.box_bytes,
-            "gradient": _GRADIENT_BYTES * (trained + waiting * max(self.num_actor, self.num_critic)),
+            "state": self.box_bytes(seat),
+            "gradient": _GRADIENT_BYTES * (trained + waiting * max(trained - critic, critic)),
         }
         if self._width < 4 or actor.layout.shards > 1:
             found["compute weights"] = self._width * trained
         return found
 
-    def _frozen(self) -> dict[str, int]:
+    def _frozen(self, seat: Seat) -> dict[str, int]:
         """Models that are only evaluated."""
         moving = self.num_actor if self.companions.moving_reference and self._width < 4 else 0
         reward = self.companions.reward_model
-        scored = 0 if reward is None else num_parameters(reward, with_value_head=True)
+        scored = 0 if reward is None else self._num_local(reward, seat, True)
         found = {
-            "reference": self._width * (self.num_reference + moving),
+            "reference": self._width * (self._num_reference_of(seat) + moving),
             "reward model": self._width * scored,
         }
         return {name: size for name, size in found.items() if size}
 
-    def _micro_batch(self) -> dict[str, int]:
-        """Activations of one micro-batch, logits of one chunk, and what the update needs besides."""
+    def _micro_batch(self, seat: Seat) -> dict[str, int]:
+        """Activations of one micro-batch, logits of one chunk, and what the update needs besides. A pipeline stage
+        keeps the activations of a micro-batch for itself and for each stage after it."""
         model, actor, width = self.model, self.config.actor, self._width
         longest = self.config.generation.max_length
         if any(stage.algorithm.name in LEARN_PAIRS for stage in stages(self.config)):
             longest *= 2  # Both completions of a pair are in one pass.
         most = actor.block_tokens(deterministic=self.config.deterministic, is_cpu=not self.num_devices)
-        layer = width * (
-            4 * model.hidden_size
-            + 3 * (model.query_size + model.kv_size)
+        of_slices = (
+            3 * (model.query_size + model.kv_size)
             + model.kv_size
             + 3 * model.query_size
             + 4 * model.intermediate_size
         )
-        kept = (
-            width * model.hidden_size * model.num_layers + layer
-            if actor.recompute
-            else layer * model.num_layers
-        )
+        layer = width * (4 * model.hidden_size + of_slices // seat.tensors)
+        num_layers, at_once = len(part_of(model, seat).layers), seat.stages - seat.stage
+        kept = width * model.hidden_size * num_layers + layer if actor.recompute else layer * num_layers
         ends = width * 6 * model.hidden_size
-        output = model.vocab_size * model.hidden_size * (4 + width)
+        vocab_size = model.vocab_size // seat.tensors
+        output = vocab_size * model.hidden_size * (4 + width)
         pieces = 1 if actor.workers == 1 else 4
-        return {
-            "activations": max(most, longest) * (kept + ends),
-            "logits": 3 * 4 * _LOGPROB_CHUNK_TOKENS * model.vocab_size + output,
+        found = {
+            "activations": at_once * max(most, longest) * (kept + ends),
+            "logits": 3 * 4 * _LOGPROB_CHUNK_TOKENS * vocab_size + output,
             "exchange": pieces * min(_PIECE_BYTES, 4 * self.num_actor),
         }
+        return found if seat.is_last else {name: size for name, size in found.items() if name != "logits"}
 
 
 def device_index(process: str, *, num_devices: int) -> int:

@@ -14,6 +14,7 @@ from kintsugi.config.stages import stages
 from kintsugi.errors import ModelError
 from kintsugi.model.architecture import ModelConfig, value_config
 from kintsugi.model.folder import Head, check_weights, load_config
+from kintsugi.model.tensor_slices import check_slices
 from kintsugi.model.tokenizer import TOKENIZER_FILES, Tokenizer, character_tokenizer
 
 
@@ -102,6 +103,9 @@ def plan_companions(config: Config) -> Companions:
                 )
         if stage.reward_model is not None:
             reward_model = companion("reward_model.path", stage.reward_model.path, head="required")
+    for model in (actor, critic, reference, reward_model):
+        if model is not None:
+            _check_slices(model, config.actor.logical_slices)
     return Companions(
         value_head=_trains_reward_model(config),
         critic=critic,
@@ -109,6 +113,13 @@ def plan_companions(config: Config) -> Companions:
         moving_reference=any(stage.moves_reference for stage in stages(config)),
         reward_model=reward_model,
     )
+
+
+def _check_slices(model: ModelConfig, count: int) -> None:
+    try:
+        check_slices(model, count)
+    except ModelError as error:
+        raise ModelError(f"`actor.logical_slices`={count}: {error}") from error
 
 
 def _trains_reward_model(config: Config) -> bool:

@@ -30,6 +30,7 @@ from kintsugi.model.fused_layers import (
     project_and_rotate,
 )
 from kintsugi.model.logprobs import project_to_vocabulary, token_logprobs
+from kintsugi.model.partition import ModelPart, part_of
 from kintsugi.model.recompute import recomputed
 from kintsugi.model.rotary import Rotation, inverse_frequencies, rotate, rotation_at
 
@@ -82,26 +83,13 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, epsilon=config.rms_norm_eps, dtype=dtype)
 
     def forward(self, hidden: Tensor, shared: PackedPass) -> Tensor:
-        project = self._project_and_rotate if shared.fused.rotary else self._project
-        query, key, value = project(hidden, shared.rotation)
-        attended = packed_attention(
-            query, key=key, value=value, layout=shared.layout, repeat_keys=not shared.fused.attention
-        )
-        output: Tensor = self.o_proj(attended.flatten(-2))
+        output: Tensor = self.o_proj(attend(hidden, self._projection, shared))
         return output
 
-    def _project(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        query = self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        key = self.k_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        value = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm.normalize(query), self.k_norm.normalize(key)
-        return rotate(query, rotation), rotate(key, rotation), value
-
-    def _project_and_rotate(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by one product and one kernel."""
+    @property
+    def _projection(self) -> RotatedProjection:
         query, key, value = self.q_proj, self.k_proj, self.v_proj
-        projection = RotatedProjection(
+        return RotatedProjection(
             weights=(query.weight, key.weight, value.weight),
             biases=(query.bias, key.bias, value.bias),
             norms=(
@@ -111,9 +99,39 @@ class Attention(nn.Module):
             epsilon=0.0 if self.q_norm is None else self.q_norm.epsilon,
             head_dim=self.head_dim,
         )
-        return project_and_rotate(
-            hidden, projection, cosine=rotation.cosine[:, 0, 0], sine=rotation.signed_sine[:, 0, 1]
-        )
+
+
+def attend(hidden: Tensor, projection: RotatedProjection, shared: PackedPass) -> Tensor:
+    """An attention layer before its output projection: [tokens, heads x head_dim]."""
+    project = _project_and_rotate if shared.fused.rotary else _project
+    query, key, value = project(hidden, projection, shared.rotation)
+    attended = packed_attention(
+        query, key=key, value=value, layout=shared.layout, repeat_keys=not shared.fused.attention
+    )
+    return attended.flatten(-2)
+
+
+def _project(
+    hidden: Tensor, projection: RotatedProjection, rotation: Rotation
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (
+        functional.linear(hidden, weight, bias).unflatten(-1, (-1, projection.head_dim))
+        for weight, bias in zip(projection.weights, projection.biases, strict=True)
+    )
+    query_norm, key_norm = projection.norms
+    if query_norm is not None and key_norm is not None:
+        query = functional.rms_norm(query, query_norm.shape, query_norm, projection.epsilon)
+        key = functional.rms_norm(key, key_norm.shape, key_norm, projection.epsilon)
+    return rotate(query, rotation), rotate(key, rotation), value
+
+
+def _project_and_rotate(
+    hidden: Tensor, projection: RotatedProjection, rotation: Rotation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by one product and one kernel."""
+    return project_and_rotate(
+        hidden, projection, cosine=rotation.cosine[:, 0, 0], sine=rotation.signed_sine[:, 0, 1]
+    )
 
 
 class FeedForward(nn.Module):
@@ -160,19 +178,36 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
-        super().__init__()
-        # Not by its constructor: its random numbers import torch's compiler (seconds) on the meta device.
-        self.embed_tokens = nn.Embedding.from_pretrained(
-            torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), freeze=False
-        )
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, layer=layer, dtype=dtype) for layer in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+    """Layers of one pipeline stage."""
 
-    def forward(self, tokens: Tensor, shared: PackedPass, *, recompute: bool) -> Tensor:
-        hidden: Tensor = self.embed_tokens(tokens)
+    embed_tokens: nn.Embedding
+    """In the first stage."""
+    norm: RMSNorm
+    """In the last stage."""
+
+    def __init__(self, config: ModelConfig, *, part: ModelPart, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.part = part
+        if part.is_first:
+            # Not by its constructor: its random numbers import torch's compiler (seconds) on the meta device.
+            self.embed_tokens = nn.Embedding.from_pretrained(
+                torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), freeze=False
+            )
+        self.layers = nn.ModuleList()
+        for layer in part.layers:  # By the numbers that they have in the whole model.
+            self.layers.add_module(str(layer), DecoderLayer(config, layer=layer, dtype=dtype))
+        if part.is_last:
+            self.norm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+
+    def forward(
+        self, tokens: Tensor, shared: PackedPass, *, recompute: bool, incoming: Tensor | None = None
+    ) -> Tensor:
+        """Final hidden states, or the residual stream after the last layer of this stage. `incoming` is that of the
+        stage before."""
+        if self.part.is_first:
+            incoming = self.embed_tokens(tokens)
+        assert incoming is not None, "a stage begins with the activations of the one before"
+        hidden: Tensor = incoming
         update: Tensor | None = None
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
@@ -181,6 +216,8 @@ class Decoder(nn.Module):
                 hidden = recomputed(run, hidden, parameters=layer.parameters())
             else:
                 hidden, update = layer(hidden, update, shared)
+        if not self.part.is_last:
+            return hidden if update is None else hidden + update
         _, output = self.norm(hidden, update, fused=shared.fused.norm)
         normalized: Tensor = output
         return normalized
@@ -207,18 +244,23 @@ class Transformer(nn.Module):
         packed: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        part: ModelPart | None = None,
     ) -> None:
+        """`part`: the layers that this process computes, by default all."""
         super().__init__()
         self.config = config
+        self.part = part or part_of(config)
+        self.incoming: Tensor | None = None
+        """Activations of the stage before, with which the next forward pass begins; None in the first stage."""
         with torch.device("meta"):
-            self.model = Decoder(config, dtype=dtype)
+            self.model = Decoder(config, part=self.part, dtype=dtype)
             self.lm_head: nn.Linear | None = None
-            if not config.tie_embeddings:
+            if not config.tie_embeddings and self.part.is_last:
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
             self.value_head: nn.Linear | None = None
-            if with_value_head:
+            if with_value_head and self.part.is_last:
                 self.value_head = nn.Linear(config.hidden_size, 1, dtype=dtype)
-        _allocate(self, device=torch.device(device))
+        allocate(self, device=torch.device(device))
         if packed:
             for layer in self.model.layers:
                 assert isinstance(layer, DecoderLayer)
@@ -233,11 +275,11 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.embed_tokens.weight.dtype
+        return next(self.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        return self.model.embed_tokens.weight.device
+        return next(self.parameters()).device
 
     @property
     def output_weight(self) -> Tensor:
@@ -245,14 +287,14 @@ class Transformer(nn.Module):
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, layout: PackedLayout) -> Tensor:
-        """Final hidden states [tokens, hidden] of packed sequences; differentiable."""
+        """Final hidden states [tokens, hidden] of packed sequences, or those after this stage; differentiable."""
         shared = PackedPass(
             rotation_at(positions, frequencies=self.frequencies, config=self.config, dtype=self.dtype),
             layout,
-            self.fused if has_kernels(self.model.embed_tokens.weight) else UNFUSED,
+            self.fused if has_kernels(next(self.parameters())) else UNFUSED,
         )
         recompute = self.recompute and torch.is_grad_enabled()
-        hidden: Tensor = self.model(tokens, shared, recompute=recompute)
+        hidden: Tensor = self.model(tokens, shared, recompute=recompute, incoming=self.incoming)
         return hidden
 
     @torch.no_grad()
@@ -305,7 +347,7 @@ class Transformer(nn.Module):
         )
 
 
-def _allocate(model: nn.Module, *, device: torch.device) -> None:
+def allocate(model: nn.Module, *, device: torch.device) -> None:
     """Give parameters on the meta device real memory, as `to_empty` does, but without importing torch's compiler."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

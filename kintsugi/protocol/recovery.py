@@ -102,7 +102,7 @@ class RankStanding(MessageBody, frozen=True):
     call_step: int = -1
     """Step of the calls that this rank runs, has run or keeps waiting; -1 for none."""
     blocks: tuple[int, ...] = ()
-    """Blocks of shards by rank that these calls name (`RunCall.blocks`)."""
+    """Blocks of shards that these calls name (`RunCall.blocks`)."""
 
 
 class FetchState(MessageBody, frozen=True):

@@ -33,7 +33,7 @@ class RunCall(MessageBody, frozen=True):
     prepares: bool = True
     """For a training call: whether it is the last one of the step and leaves the rank *prepared*."""
     blocks: tuple[int, ...] = ()
-    """By rank: index of its contiguous block of shards; empty means its own number."""
+    """By data-parallel index: its contiguous block of shards; empty means its own number."""
     routes: Routes = Routes()
     """Routes to the samples that the rank does not have yet."""
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 import msgspec
 
 from kintsugi.errors import StatesDiverged
-from kintsugi.model.seats import digest_of_box, joined, seat_of
+from kintsugi.model.seats import Mesh, digest_of_box, joined, seat_of
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import (
     DeviceClean,
@@ -60,15 +60,15 @@ class RankSet(msgspec.Struct, frozen=True):
     """Stage that the next step belongs to."""
     flow: str = Flow.ROLLBACK
     """Flow of the framework. One that cannot roll back has every rank repaired from its snapshot instead."""
-    shards: int = 1
+    mesh: Mesh = Mesh()
     """Parts into which the state is cut; each rank holds one of them."""
 
     def box_of(self, name: str) -> str:
-        return seat_of(name, shards=self.shards).box
+        return seat_of(name, self.mesh).box
 
     def digest_of(self, name: str) -> str:
         """Digest that a rank's part of the state has at that step; empty when not known."""
-        return digest_of_box(self.digest, seat_of(name, shards=self.shards))
+        return digest_of_box(self.digest, seat_of(name, self.mesh))
 
 
 class RankOrders(msgspec.Struct, frozen=True):
@@ -208,21 +208,21 @@ class RankProtocol:
         wrong = [name for name, answer in ready.items() if answer.step != ranks.step or answer.half_updated]
         is_known = {answer.stage for answer in ready.values()} == {ranks.stage}
         states = {name: answer.state_digest for name, answer in ready.items()}
-        likely = joined(states, shards=ranks.shards)
+        likely = joined(states, ranks.mesh)
         right = {
             name: (ranks.digest_of(name) if is_known else "")
-            or digest_of_box(likely, seat_of(name, shards=ranks.shards))
+            or digest_of_box(likely, seat_of(name, ranks.mesh))
             for name in ready
         }
         wrong += [name for name, state in states.items() if state != right[name]]
         if not wrong:
             return None
-        expected = joined(right, shards=ranks.shards)
+        expected = joined(right, ranks.mesh)
         held = ", ".join(
             f"{name} {answer.state_digest} of step {answer.step}" for name, answer in ready.items()
         )
         problem = f"expected every rank at state {expected} of step {ranks.step}, got {held}"
-        differ = len(set(states.values())) > ranks.shards
+        differ = len(set(states.values())) > ranks.mesh.boxes
         divergence = StatesDiverged("recovery", states, expected) if differ else None
         return RankOrders({}, problem, problem, tuple(dict.fromkeys(wrong)), divergence)
 

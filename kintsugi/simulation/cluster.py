@@ -12,6 +12,7 @@ from kintsugi.control.master import Master
 from kintsugi.control.placement import plan_layout
 from kintsugi.control.protocol import Began
 from kintsugi.journal.facts import Fact, FilterReason, SampleQuarantined, StepCommitted, TicketFiltered
+from kintsugi.model.seats import mesh_of
 from kintsugi.protocol.agents import StartProcess
 from kintsugi.recovery.rank import Flow
 from kintsugi.simulation.coverage import Coverage
@@ -220,7 +221,7 @@ class SimulatedCluster:
                 for snapshot in kept:
                     if snapshot.step == step:
                         holders.setdefault(snapshot.box, f"{host.name} (snapshot of {owner})")
-        return ", ".join(holders.values()) if len(holders) == self.config.actor.layout.shards else ""
+        return ", ".join(holders.values()) if len(holders) == self.config.actor.layout.boxes else ""
 
     def _saved_steps(self) -> dict[str, int]:
         """Path of each checkpoint → its step."""
@@ -408,7 +409,7 @@ class SimulatedCluster:
             memory=memory,
             flow=self._flow,
             num_ranks=actor.workers,
-            shards=actor.layout.shards,
+            mesh=mesh_of(actor.layout),
             **names,
         )
 

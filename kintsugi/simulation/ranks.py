@@ -15,7 +15,7 @@ from collections import deque
 from typing import Any
 
 from kintsugi.errors import Fault, GroupBroken, KintsugiError, RefusedError
-from kintsugi.model.seats import Seat, seat_of
+from kintsugi.model.seats import Mesh, seat_of
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import (
@@ -127,13 +127,13 @@ class SimulatedRank(SimulatedWorker):
         memory: HostMemory,
         flow: Flow,
         num_ranks: int,
-        shards: int,
+        mesh: Mesh,
         **names: Any,
     ) -> None:
         super().__init__(*arguments, **names)
         self._rendezvous, self._memory = rendezvous, memory
         self._ranks = [process_id(Role.MODEL, index) for index in range(num_ranks)]
-        self.seat, self._shards = seat_of(self.name, shards=shards), shards
+        self.seat, self._mesh = seat_of(self.name, mesh), mesh
         self.adapter = ReplayAdapter(
             self.name,
             memory.snapshots,
@@ -445,16 +445,16 @@ class SimulatedRank(SimulatedWorker):
             return
         delay_s = self.world.random.uniform(0.05, LONGEST_SAVE_S)
         path = f"{request.folder}/step-{state.step}"
-        if self._shards == 1:
+        if self._mesh.boxes == 1:
             self.after(delay_s, self._saved, state, path, {})
             return
         self._num_saves += 1
         name = f"{path} by {self.name} {self.incarnation} {self._num_saves}"
         boxes = self._memory.unfinished[name] = {}
-        for shard in range(self._shards):
-            if shard != self.seat.shard:
-                seat = Seat(shard, self._shards)
-                others = [rank for rank in self._ranks if seat_of(rank, shards=self._shards) == seat]
+        for box in range(self._mesh.boxes):
+            if box != self.seat.number:
+                seat = self._mesh.seat(box)
+                others = [rank for rank in self._ranks if seat_of(rank, self._mesh) == seat]
                 self.after(delay_s, self._ask_box, others, state, path, name)
         self.after(delay_s, self._saved, state, path, boxes)
 
@@ -498,7 +498,7 @@ class SimulatedRank(SimulatedWorker):
     def _saved(self, state: ReplaySnapshot, path: str, others: dict[str, ReplaySnapshot]) -> None:
         """Put a checkpoint in place, once all its boxes are written."""
         boxes = {**others, state.box: state}
-        if len(boxes) < self._shards or not self._awaiting_save:
+        if len(boxes) < self._mesh.boxes or not self._awaiting_save:
             return
         assert {(box.step, box.stage) for box in boxes.values()} == {(state.step, state.stage)}
         self._memory.checkpoints[path] = boxes

@@ -17,10 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from kintsugi.checkpoint.manifest import StoredFile
-from kintsugi.checkpoint.store import state_file, write_box
+from kintsugi.checkpoint.store import state_file, tensor_of, write_box
 from kintsugi.errors import RefusedError, WorldError
 from kintsugi.model.device_errors import as_world_error
 from kintsugi.model.seats import Seat, replica_of, seat_of
+from kintsugi.model.tensor_slices import SliceName
 from kintsugi.process.shell import ReplyHandle
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.training import PieceSaved, SavePiece
@@ -54,52 +55,53 @@ class BoxWriters:
         """`counters` are those of the state that is saved; `check` raises if the save was given up."""
         self._ask, self._check = ask, check
         self._seat, self._counters = seat, counters
-        mine = replica_of(process, shards=seat.shards)
+        mine = replica_of(process, seat.mesh)
         ranks = [process_id(Role.MODEL, index) for index in range(num_ranks)]
-        ranks.sort(key=lambda name: replica_of(name, shards=seat.shards) != mine)
+        ranks.sort(key=lambda name: replica_of(name, seat.mesh) != mine)
         self._candidates: Mapping[int, list[str]] = {
-            shard: [name for name in ranks if seat_of(name, shards=seat.shards).shard == shard]
-            for shard in range(seat.shards)
-            if shard != seat.shard
+            box: [name for name in ranks if seat_of(name, seat.mesh).number == box]
+            for box in range(seat.boxes)
+            if box != seat.number
         }
         self._asked: dict[int, ReplyHandle] = {}
         self.folder = Path()
 
     def ask(self, folder: Path) -> None:
         self.folder = folder
-        for shard, candidates in self._candidates.items():
-            self._asked[shard] = self._request(shard, candidates[0])
+        for box, candidates in self._candidates.items():
+            self._asked[box] = self._request(box, candidates[0])
 
     def wait(self) -> dict[str, StoredFile]:
         found: dict[str, StoredFile] = {}
-        for shard in self._candidates:
-            saved = self._saved(shard)
-            expected = state_file(Seat(shard, self._seat.shards))
+        for box in self._candidates:
+            saved = self._saved(box)
+            expected = state_file(self._seat.mesh.seat(box))
             if saved.name != expected:
                 raise RefusedError(f"expected the file {expected}, got {saved.name}")
             found[saved.name] = StoredFile(saved.size, saved.digest, saved.pieces)
         return found
 
-    def _saved(self, shard: int) -> PieceSaved:
+    def _saved(self, box: int) -> PieceSaved:
         """The file of one box, from the first rank that can write it."""
         failures: list[str] = []
-        for number, name in enumerate(self._candidates[shard]):
+        for number, name in enumerate(self._candidates[box]):
             try:
-                asked = self._asked[shard] if number == 0 else self._request(shard, name)
+                asked = self._asked[box] if number == 0 else self._request(box, name)
                 self._await(asked, whom=name)
                 return asked.result().expect(PieceSaved)
             except WorldError as error:
                 self._check()
                 failures.append(f"{name}: {error}")
-        box = Seat(shard, self._seat.shards).box
+        which = self._seat.mesh.seat(box).box
         raise RefusedError(
-            f"no rank has written box {box} of step {self._counters.step}: {'; '.join(failures)}"
+            f"no rank has written box {which} of step {self._counters.step}: {'; '.join(failures)}"
         )
 
-    def _request(self, shard: int, name: str) -> ReplyHandle:
-        box = Seat(shard, self._seat.shards).box
+    def _request(self, box: int, name: str) -> ReplyHandle:
         nothing = WeightManifest(self._counters.step, self._counters.step, (), 0, "")
-        body = SavePiece(str(self.folder), state_fetched(nothing, self._counters, box=box))
+        body = SavePiece(
+            str(self.folder), state_fetched(nothing, self._counters, box=self._seat.mesh.seat(box).box)
+        )
         return self._ask(name, body, PIECE_TIMEOUT_S)
 
     def _await(self, asked: ReplyHandle, *, whom: str) -> None:
@@ -167,8 +169,15 @@ class BoxSaver:
 
 
 def own_tensors(held: HeldState) -> HeldState:
-    """The state as it is written for its box: frozen reference weights, which every rank has, are in the first box."""
-    if held.seat.shard == 0:
+    """The state as it is written for its box: a frozen reference, which all shards have, is in the boxes of the first
+    one, and what is whole in each tensor slice in those of the first slice."""
+    seat = held.seat
+    if seat.shard == 0 and seat.tensor == 0:
         return held
-    tensors = {name: tensor for name, tensor in held.tensors.items() if not name.startswith("reference/")}
+    tensors = {
+        name: tensor
+        for name, tensor in held.tensors.items()
+        if (seat.shard == 0 or not name.startswith("reference/"))
+        and (seat.tensor == 0 or SliceName.parse(tensor_of(name)).count > 1)
+    }
     return replace(held, tensors=tensors)

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from msgspec.structs import replace
+
 from kintsugi.checkpoint.store import PART_MARK
 from kintsugi.errors import IntegrityError
-from kintsugi.model.arrays import Array, namespace
-from kintsugi.model.seats import WHOLE, Seat, seat_of, sources_of, without_holder
-from kintsugi.training.group import Group
+from kintsugi.model.arrays import Array, namespace, zeros
+from kintsugi.model.seats import WHOLE, Seat, seat_of, sources_of
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.layout import ALIGNMENT, Layout, LayoutPart
 from kintsugi.training.norms import gradient_norm
 from kintsugi.training.reduction import PIECE_ELEMENTS, Cut
@@ -198,7 +200,7 @@ class Box:
             return None
         shards = self.seat.shards
         self._check(group)
-        boxes = tuple(seat_of(name, shards=shards).shard for name in group.ranks)
+        boxes = tuple(seat_of(name, self.seat.mesh).shard for name in group.ranks)
         first = self.layout.parts[part].start
         pieces = (
             tuple(stretch.piece(shard, number) for shard in range(shards))
@@ -207,24 +209,56 @@ class Box:
         )
         return Cut(boxes, tuple(tuple(_moved(each, -first) for each in piece) for piece in pieces))
 
-    def counted(self, group: Group) -> list[int]:
-        """One rank of a group for each box: those from which the first rank takes the boxes."""
-        self._check(group)
-        return sources_of(group.ranks, shards=self.seat.shards)[0]
+    def counted(self, world: Group) -> list[int]:
+        """One of all ranks for each box."""
+        holders: dict[int, int] = {}
+        for rank, name in enumerate(world.ranks):
+            holders.setdefault(seat_of(name, self.seat.mesh).number, rank)
+        return [holders[box] for box in range(self.seat.boxes)]
 
-    def norm(self, gradient: Any, group: Group | None) -> float:
-        """Norm of a gradient of which this rank has the box. A collective where it does not have everything."""
-        if self.is_whole:
+    def norm(self, part: str, gradient: Any, groups: Groups | None) -> float:
+        """Norm of the gradient of one model, of which this rank has the box. A collective where it does not have
+        everything."""
+        if self.seat.is_whole:
             return gradient_norm([gradient])
-        assert group is not None, "the norm of several shards is summed over the ranks"
-        counted = self.counted(group)
-        return gradient_norm([gradient], group=group, counted=counted, timeout_s=GATHER_TIMEOUT_S)
+        assert groups is not None, "the norm of several boxes is summed over the ranks"
+        slices, shared = self._slices_and_shared(part, gradient)
+        if groups.tensors is not None:
+            self._check_shared(shared, groups.tensors)
+        own = [*slices, *shared] if self.seat.tensor == 0 else slices
+        counted = self.counted(groups.world)
+        return gradient_norm(own, group=groups.world, counted=counted, timeout_s=GATHER_TIMEOUT_S)
+
+    def _slices_and_shared(self, part: str, gradient: Any) -> tuple[list[Any], list[Any]]:
+        """Elements of the box's gradient that are only here among the tensor ranks, and those that all of them have."""
+        if self.seat.tensors == 1:
+            return [gradient], []
+        first_shared = self.layout.parts[part].first_shared
+        slices, shared, start = [], [], 0
+        for stretch, first in zip(self.stretches(part), first_shared, strict=True):
+            stop = start + len(stretch.own)
+            middle = start + min(max(first - stretch.own.start, 0), len(stretch.own))
+            slices.append(gradient[start:middle])
+            shared.append(gradient[middle:stop])
+            start = stop
+        return slices, shared
+
+    def _check_shared(self, shared: list[Any], tensors: Group) -> None:
+        """Compare the gradient that all tensor ranks have, by its norm. A collective."""
+        mine = zeros(1, like=shared[0])
+        mine[0] = gradient_norm(shared)
+        found = tensors.all_gather(mine, timeout_s=GATHER_TIMEOUT_S).reshape(-1).tolist()
+        if any(number != found[0] and not math.isnan(number) for number in found):
+            raise IntegrityError(
+                f"expected equal gradients of the weights that {', '.join(tensors.ranks)} all have, got the norms "
+                f"{', '.join(map(str, found))}"
+            )
 
     def gather(self, weights: Any, *, into: Any, group: Group, parts: tuple[str, ...]) -> None:
         """Complete the weights of these models in the type in which they compute, from the boxes of all ranks. A
         collective: all ranks of the group take part."""
         self._check(group)
-        sources = sources_of(group.ranks, shards=self.seat.shards)
+        sources = sources_of(tuple(group.ranks), self.seat.mesh)
         for part in parts:
             for stretch in self.stretches(part):
                 for number in range(stretch.num_pieces):
@@ -232,7 +266,9 @@ class Box:
 
     def _check(self, group: Group) -> None:
         """Raise IntegrityError unless every box has a holder in the group."""
-        missing = without_holder(group.ranks, shards=self.seat.shards)
+        held = {seat_of(name, self.seat.mesh).shard for name in group.ranks}
+        seats = (replace(self.seat, shard=shard) for shard in range(self.seat.shards) if shard not in held)
+        missing = [seat.box for seat in seats]
         if missing:
             raise IntegrityError(
                 f"expected a rank for each of {self.seat.shards} boxes among {', '.join(group.ranks)}, "

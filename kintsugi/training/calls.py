@@ -17,10 +17,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.model.arrays import namespace
 from kintsugi.protocol.training import RunCall
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.peak_memory import PEAK_UPDATE
-from kintsugi.training.group import Group
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.layout import ACTOR
 from kintsugi.training.objective_metrics import Objective, Totals
 from kintsugi.training.packing import BatchSample, Kept, check_staleness
@@ -59,7 +60,7 @@ def whole_batch(
     parts: Mapping[int, Sequence[T]],
     *,
     contribution: Callable[[Sequence[T]], Contribution],
-    group: Group,
+    groups: Groups,
     deterministic: bool,
     result: CallResult,
     work: str,
@@ -84,20 +85,29 @@ def whole_batch(
     timeout_s = APART_S + SLOWER_RANK_FACTOR * (time.perf_counter() - start)
     with result.timed("reduce"):
         if deterministic:
-            return finish_tree(
-                group,
+            total = finish_tree(
+                groups.data,
                 num_shards=call.num_shards,
                 owned=owned,
                 timeout_s=timeout_s,
                 blocks=call.blocks,
                 cut=cut,
             )
-        return sum_any_order(group, owned=everything, timeout_s=timeout_s)
+        else:
+            total = sum_any_order(groups.data, owned=everything, timeout_s=timeout_s)
+        return total if groups.stages is None else _of_last_stage(total, groups.stages, timeout_s=timeout_s)
+
+
+def _of_last_stage(total: Contribution, stages: Group, *, timeout_s: float) -> Contribution:
+    """The same gradient with the statistics of the last stage, which computes the losses."""
+    xp, num_sums = namespace(total.sums), len(total.sums)
+    last = stages.all_gather(xp.concatenate((total.sums, total.maxima)), timeout_s=timeout_s)[-1]
+    return Contribution(total.gradient, last[:num_sums], last[num_sums:])
 
 
 Shards = Mapping[int, Sequence[BatchSample]]
 """Samples of this rank's shards, by shard index."""
-Interface = Callable[[RunCall, Shards, Group], CallResult]
+Interface = Callable[[RunCall, Shards, Groups], CallResult]
 
 COMMON_SUMS = ("loss", "tokens", "loss_tokens")
 
@@ -123,11 +133,18 @@ class TrainingCalls(ABC):
         self._interfaces: dict[str, Interface] = {"store_rollouts": self._store_rollouts}
 
     @abstractmethod
-    def _contribution(
-        self, batches: Sequence[Any], *, call: RunCall, objective: Objective, learns: bool
-    ) -> Contribution:
-        """Gradient and statistics of some micro-batches, added up in their order. The gradient is the state's buffer,
-        which the next contribution overwrites."""
+    def _contributions(
+        self,
+        batches: Mapping[int, Sequence[Any]],
+        *,
+        call: RunCall,
+        objective: Objective,
+        groups: Groups,
+        learns: bool,
+    ) -> Callable[[Sequence[Any]], Contribution]:
+        """Function of the micro-batches of one shard, which is called with those of one after the other: their gradient
+        and statistics, added up in their order. The gradient is the state's buffer, which the next contribution
+        overwrites. `batches` are those of all shards."""
 
     @abstractmethod
     def _micro_batches(self, samples: Sequence[BatchSample], *, kept: Kept) -> list[Any]:
@@ -145,15 +162,17 @@ class TrainingCalls(ABC):
         """Drop the cached tensors of the current step."""
         self._step_cache.clear()
 
-    def run(self, call: RunCall, shards: Shards, *, group: Group) -> CallResult:
+    def run(self, call: RunCall, shards: Shards, *, groups: Groups) -> CallResult:
         """Run a call on this rank's shards. A device that fails its known-answer test raises instead of a result."""
         if call.interface not in self._interfaces:
             raise RefusedError(f"{call.call}: this worker has no interface {call.interface!r}")
-        result = self._interfaces[call.interface](call, shards, group)
+        result = self._interfaces[call.interface](call, shards, groups)
+        if not self._rank_state.seat.is_last:
+            result.outputs = {}  # Values of samples are computed by the last stage.
         self._check_device()
         return result
 
-    def _train(self, call: RunCall, shards: Shards, group: Group, *, objective: Objective) -> CallResult:
+    def _train(self, call: RunCall, shards: Shards, groups: Groups, *, objective: Objective) -> CallResult:
         """Make the step's updates of one model; the gradient buffer is free again afterwards."""
         result = CallResult()
         state = self._rank_state
@@ -168,12 +187,14 @@ class TrainingCalls(ABC):
             total = whole_batch(
                 call,
                 batches,
-                contribution=partial(self._contribution, call=call, objective=objective, learns=not waits),
-                group=group,
+                contribution=self._contributions(
+                    batches, call=call, objective=objective, groups=groups, learns=not waits
+                ),
+                groups=groups,
                 deterministic=self._deterministic,
                 result=result,
                 work="forward_backward",
-                cut=state.cut(objective.part, group),
+                cut=state.cut(objective.part, groups.data),
             )
             totals.append(_named(total, objective))
             state.note_peak()
@@ -182,7 +203,7 @@ class TrainingCalls(ABC):
                 state.begin_update(check=self._check)
             with result.timed("optimizer"):
                 update = (
-                    NOT_UPDATED if waits else state.update(total.gradient, part=objective.part, group=group)
+                    NOT_UPDATED if waits else state.update(total.gradient, part=objective.part, groups=groups)
                 )
                 updates.append(update)
         if call.prepares:
@@ -192,7 +213,10 @@ class TrainingCalls(ABC):
             state.pause_update()
         state.note_peak(PEAK_UPDATE)
         result.metrics = objective.metrics(totals, updates)
-        COUNTERS.add("tokens_trained", sum(len(s.tokens) for samples in shards.values() for s in samples))
+        if (
+            state.seat.number % state.seat.mesh.model_ranks == 0
+        ):  # One of the ranks that compute these samples.
+            COUNTERS.add("tokens_trained", sum(len(s.tokens) for samples in shards.values() for s in samples))
         return result
 
     def _cut(self, shards: Shards, *, kept: Kept = "learned") -> dict[int, list[Any]]:
@@ -213,7 +237,7 @@ class TrainingCalls(ABC):
                     COUNTERS.add("micro_batches")
         return result
 
-    def _store_rollouts(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _store_rollouts(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Write the samples to the run folder; the step does not change the state."""
         result = CallResult()
         with result.timed("store"):

@@ -14,12 +14,13 @@ from kintsugi.checkpoint.snapshot import SnapshotSegments
 from kintsugi.config.schema import Config, ShareDevice
 from kintsugi.config.stages import Stage
 from kintsugi.device_lease.client import DeviceMemory
+from kintsugi.model.arrays import Array
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
 from kintsugi.telemetry.events import Event
 from kintsugi.training.calls import TrainingCalls
-from kintsugi.training.group import Interruption
+from kintsugi.training.group import Groups, Interruption
 from kintsugi.training.rank_adapter import LoadState, RankAdapter
 from kintsugi.training.rank_state import RankState
 from kintsugi.weights.publish import DevicePublisher, PublishTransport
@@ -74,9 +75,21 @@ class Framework(Protocol):
     ) -> RankAdapter: ...
 
     def score_pairs(
-        self, state: RankState, block: Callable[[int], Sequence[Pair]], *, first: int, count: int
+        self,
+        state: RankState,
+        block: Callable[[int], Sequence[Pair]],
+        *,
+        first: int,
+        count: int,
+        groups: Groups | None,
+        check: Callable[[], None],
     ) -> list[bool]:
-        """For pairs `first` to `first + count - 1`, whether the model scores the chosen completion higher."""
+        """For pairs `first` to `first + count - 1`, whether the model scores the chosen completion higher. Nothing
+        from the ranks before the last stage of `groups`. `check` raises if the evaluation has to be given up."""
+        ...
+
+    def joined_weights(self, state: RankState, groups: Groups) -> Mapping[str, Array]:
+        """Whole weights of this rank's layers, of which it may hold slices. A collective of the tensor ranks."""
         ...
 
     def device_publisher(self, *, host: str) -> DevicePublisher | None:

@@ -1,4 +1,4 @@
-"""The group of data-parallel ranks, as the calls and the recovery of a rank use it.
+"""The groups of ranks, as the calls and the recovery of a rank use them.
 
 Each group has a number (`group_id`; the field `generation` of the messages). Groups are numbered in the order in which
 the master rebuilds them, and a number is never used twice. `process_group.py` implements it by torch's collectives,
@@ -7,8 +7,9 @@ the master rebuilds them, and a number is never used twice. `process_group.py` i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from kintsugi.errors import IntegrityError
 from kintsugi.model.arrays import Array
@@ -60,6 +61,84 @@ class Group(Protocol):
     def close(self) -> None:
         """End the group and release its sockets."""
         ...
+
+
+class Channel(Group, Protocol):
+    """A group of two ranks, in which the first one sends tensors to the second one."""
+
+    def send(self, tensor: Any) -> None:
+        """Start to send a tensor, which must not change any more."""
+        ...
+
+    def await_sent(self, *, timeout_s: float) -> None:
+        """Wait until everything has been sent."""
+        ...
+
+    def receive(self, into: Any, *, timeout_s: float) -> None:
+        """Fill a tensor, of the size and type of the one that was sent."""
+        ...
+
+
+class Row(Group, Protocol):
+    """A group of ranks that compute slices of the same layers."""
+
+    def gather_in_pass(self, array: Any, *, timeout_s: float) -> Any:
+        """As `all_gather`, many times within one pass: only enqueued where the library can wait on the device."""
+        ...
+
+
+class Edge(NamedTuple):
+    """Both directions between two neighbouring pipeline stages. They never wait for each other."""
+
+    forward: Channel
+    """The earlier stage sends activations."""
+    backward: Channel
+    """The later stage sends their gradients."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one generation that a rank is in: they are formed, verified and ended together.
+
+    All ranks use their groups in one order, so that no two wait for each other in different ones.
+    """
+
+    world: Group
+    """All ranks."""
+    data: Group
+    """The ranks with the same part of the model (`Mesh.data_column`): they add gradients and gather weights."""
+    tensors: Row | None = None
+    """The ranks with slices of the same layers, for the same samples; None if there is one slice."""
+    stages: Group | None = None
+    """The ranks with the stages of one model, in their order, for the same samples; None if there is one stage."""
+    previous: Edge | None = None
+    """To the stage before; None in the first one."""
+    following: Edge | None = None
+    """To the stage after; None in the last one."""
+
+    @classmethod
+    def of(cls, world: Group) -> Groups:
+        """Groups of a rank that holds all of the model."""
+        return cls(world, world)
+
+    def __iter__(self) -> Iterator[Group]:
+        """Each group once, in the order in which all ranks form and verify them."""
+        yield self.world
+        if self.data is not self.world:
+            yield self.data
+        yield from (group for group in (self.tensors, self.stages) if group is not None)
+        for edge in (self.previous, self.following):
+            yield from edge or ()
+
+    def end(self, why: str) -> None:
+        """End all groups; thread-safe."""
+        for group in self:
+            group.end(why)
+
+    def close(self) -> None:
+        self.end("the group was closed")
+        for group in self:
+            group.close()
 
 
 def known_numbers(group: Group) -> list[float]:

@@ -11,7 +11,13 @@ from torch import Tensor
 from kintsugi.config.schema import Config
 from kintsugi.config.stages import Stage
 from kintsugi.model import huggingface
+from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.partition import part_of
 from kintsugi.model.plan import Companions, actor_head, plan_architecture
+from kintsugi.model.seats import WHOLE, Seat
+from kintsugi.model.sliced_transformer import SlicedTransformer
+from kintsugi.model.tensor_group import TensorGroup
+from kintsugi.model.tensor_slices import SliceName, view
 from kintsugi.model.transformer import Transformer, initialize
 
 Weights = Mapping[str, Tensor]
@@ -41,27 +47,54 @@ def reference_weights(stage: Stage, *, actor: Weights) -> Weights | None:
 
 
 def load_reward_model(
-    stage: Stage, *, companions: Companions, dtype: torch.dtype, device: torch.device
+    stage: Stage,
+    *,
+    companions: Companions,
+    dtype: torch.dtype,
+    device: torch.device,
+    seat: Seat = WHOLE,
+    tensors: TensorGroup | None = None,
 ) -> Transformer:
-    """Load the trained reward model of a stage, frozen."""
+    """Load the trained reward model of a stage, or this rank's part of it, frozen."""
     assert stage.reward_model is not None and companions.reward_model is not None
-    folder = Path(stage.reward_model.path)
-    model = huggingface.load(
-        folder, config=companions.reward_model, dtype=dtype, head="required", device=device
-    )
+    config, folder = companions.reward_model, Path(stage.reward_model.path)
+    model = new_model(config, with_value_head=True, dtype=dtype, device=device, seat=seat, tensors=tensors)
+    huggingface.load_into(dict(model.named_parameters()), folder, config=config, head="required")
     return model.requires_grad_(requires_grad=False)
 
 
-def empty_model(config: Config, *, device: torch.device) -> Transformer:
-    """Create the model in float32 without weights (`fill_initial`)."""
-    return Transformer(
-        plan_architecture(config), with_value_head=actor_head(config) != "refused", device=device
+def new_model(
+    config: ModelConfig,
+    *,
+    with_value_head: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device,
+    seat: Seat = WHOLE,
+    tensors: TensorGroup | None = None,
+) -> Transformer:
+    """Create a model without weights, or the part of it that a rank computes: layers by its seat, slices by
+    `tensors`."""
+    part = part_of(config, seat)
+    if tensors is None:
+        return Transformer(config, with_value_head=with_value_head, dtype=dtype, device=device, part=part)
+    return SlicedTransformer(
+        config, group=tensors, with_value_head=with_value_head, dtype=dtype, device=device, part=part
     )
+
+
+def empty_model(
+    config: Config, *, device: torch.device, seat: Seat = WHOLE, tensors: TensorGroup | None = None
+) -> Transformer:
+    """Create the model, or this rank's part of it, in float32 without weights (`fill_initial`)."""
+    has_head = actor_head(config) != "refused"
+    architecture = plan_architecture(config)
+    return new_model(architecture, with_value_head=has_head, device=device, seat=seat, tensors=tensors)
 
 
 @torch.no_grad()
 def fill_initial(parameters: Weights, config: Config) -> None:
-    """Fill the model's parameters, in float32, as the run begins: from its folder, or initialised from its seed."""
+    """Fill the model's parameters, or slices of them, in float32, as the run begins: from its folder, or initialised
+    from its seed."""
     if config.model.path is not None:
         folder = Path(config.model.path)
         huggingface.load_into(parameters, folder, config=plan_architecture(config), head=actor_head(config))
@@ -70,8 +103,10 @@ def fill_initial(parameters: Weights, config: Config) -> None:
     device = next(iter(parameters.values())).device
     model = empty_model(config, device=device)
     initialize(model, config.model.new.seed)
-    for name, parameter in model.named_parameters():
-        parameters[name].copy_(parameter)
+    whole = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        where = SliceName.parse(name)  # A rank may hold a part.
+        parameter.copy_(view(whole[where.name], where))
 
 
 def load_model(config: Config, *, device: torch.device) -> Transformer:

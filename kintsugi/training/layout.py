@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kintsugi.model.arrays import Array, is_tensor
+from kintsugi.model.tensor_slices import SliceName
 
 ACTOR, CRITIC = "actor", "critic"
 
@@ -84,6 +85,15 @@ class LayoutPart:
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+    @property
+    def first_shared(self) -> tuple[int, int]:
+        """In both stretches, the first parameter that is no slice: those that are slices come before."""
+        firsts = [self.decayed_stop, self.stop]
+        for slot in reversed(self.slots):
+            if SliceName.parse(slot.name).count == 1:
+                firsts[slot.start >= self.decayed_stop] = slot.start
+        return firsts[0], firsts[1]
 
     @property
     def fillings(self) -> tuple[range, range]:

@@ -7,7 +7,8 @@ master.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,10 +23,12 @@ from kintsugi.training import advantages, losses, objectives
 from kintsugi.training.advantages import TokenAdvantages
 from kintsugi.training.batch import MicroBatch, cut
 from kintsugi.training.calls import COMMON_SUMS, CallResult, Shards, TrainingCalls, whole_batch
-from kintsugi.training.group import Group
+from kintsugi.training.group import Groups
 from kintsugi.training.initial_weights import load_reward_model
 from kintsugi.training.objective_metrics import Objective
+from kintsugi.training.objectives import BatchLoss
 from kintsugi.training.packing import BatchSample, Kept
+from kintsugi.training.pipeline import forward_pass, learning_pass, losses_alone
 from kintsugi.training.reduction import Contribution
 from kintsugi.training.state import TrainingState
 from kintsugi.training.step_cache import (
@@ -73,11 +76,35 @@ class ModelCalls(TrainingCalls):
         for name, objective in trained.items():
             self._interfaces[name] = self.trained_by(objective(state, self._step_cache))
 
+    def run(self, call: RunCall, shards: Shards, *, groups: Groups) -> CallResult:
+        self._state.enter(groups)
+        return super().run(call, shards, groups=groups)
+
+    def _contributions(
+        self,
+        batches: Mapping[int, Sequence[MicroBatch]],
+        *,
+        call: RunCall,
+        objective: Objective,
+        groups: Groups,
+        learns: bool,
+    ) -> Callable[[Sequence[MicroBatch]], Contribution]:
+        in_order = [batch for index in sorted(batches) for batch in batches[index]]
+        model = self._state.trained(objective.part)
+        losses = partial(objective.loss, call=call)
+        run = learning_pass if learns else losses_alone
+        steps = run(model, in_order, groups=groups, loss=losses, check=self._check)
+        return partial(self._contribution, steps=steps, objective=objective, learns=learns)
+
     def _contribution(
-        self, batches: Sequence[MicroBatch], *, call: RunCall, objective: Objective, learns: bool
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        steps: Iterator[BatchLoss | None],
+        objective: Objective,
+        learns: bool,
     ) -> Contribution:
-        """Gradient and statistics of some micro-batches, added up in their order. The gradient is the state's buffer,
-        which the next contribution overwrites."""
+        """Gradient and statistics of the next micro-batches, which `steps` finishes one after the other."""
         state = self._state
         device = state.gradient.device
         state.zero_gradient(objective.part)
@@ -87,11 +114,10 @@ class ModelCalls(TrainingCalls):
         maxima = torch.zeros(len(objective.maxima), dtype=torch.float64, device=device)
         zero = sums.new_zeros(())
         for batch in batches:
-            self._check()
-            with torch.set_grad_enabled(learns):
-                found = objective.loss(batch, call)
-            if learns:
-                found.loss.backward()
+            found = next(steps)
+            COUNTERS.add("micro_batches")
+            if found is None:
+                continue
             named = {
                 "loss": found.loss.detach().double(),
                 "tokens": zero + batch.tokens.numel(),
@@ -101,7 +127,6 @@ class ModelCalls(TrainingCalls):
             sums += torch.stack([named[name] for name in names])
             if objective.maxima:
                 maxima = torch.maximum(maxima, torch.stack([found.maxima[name] for name in objective.maxima]))
-            COUNTERS.add("micro_batches")
         return Contribution(gradient, sums, maxima)
 
     def _micro_batches(self, samples: Sequence[BatchSample], *, kept: Kept) -> list[MicroBatch]:
@@ -116,14 +141,24 @@ class ModelCalls(TrainingCalls):
     def _check_device(self) -> None:
         self._known_answer.check()
 
-    @torch.no_grad()
-    def _infer(
-        self, shards: Shards, look: Callable[[MicroBatch], None], *, kept: Kept = "learned"
+    def _look(
+        self,
+        shards: Shards,
+        look: Callable[[MicroBatch], None],
+        *,
+        model: Transformer,
+        groups: Groups,
+        kept: Kept = "learned",
     ) -> CallResult:
-        """Call a function with every micro-batch, without gradient."""
-        return super()._infer(shards, look, kept=kept)
+        """Call a function, which runs the model, with every micro-batch, without gradient."""
+        result = CallResult()
+        with result.timed("forward"):
+            batches = [batch for every in self._cut(shards, kept=kept).values() for batch in every]
+            for _ in forward_pass(model, batches, groups=groups, look=look, check=self._check):
+                COUNTERS.add("micro_batches")
+        return result
 
-    def _reference_inference(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _reference_inference(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Compute and cache the reference's log-probabilities. If the KL is subtracted from the reward of whole
         samples, return the sum of each sample's KL estimates."""
         stage = self._state.stage
@@ -144,12 +179,12 @@ class ModelCalls(TrainingCalls):
                 )
                 divergences.update(zip(batch.keys, summed.tolist(), strict=True))
 
-        result = self._infer(shards, look, kept="groups" if is_dpo else "learned")
+        result = self._look(shards, look, model=model, groups=groups, kept="groups" if is_dpo else "learned")
         if by_sample:
             result.outputs = {"reference_kl": divergences}
         return result
 
-    def _proximal_inference(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _proximal_inference(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Compute and cache the log-probabilities under the weights before the first update of the step."""
         model, temperature = self._state.model, call.arguments["temperature"]
 
@@ -157,9 +192,9 @@ class ModelCalls(TrainingCalls):
             logprobs, _ = objectives.token_logprobs(model, batch, temperature=temperature)
             self._step_cache.put(PROXIMAL_LOGPROBS, batch.keys, logprobs.split(list(batch.loss_lengths)))
 
-        return self._infer(shards, look)
+        return self._look(shards, look, model=model, groups=groups)
 
-    def _critic_inference(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _critic_inference(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Compute and cache the critic's values of the states before each loss token, and of the one after the last."""
         critic = self._state.critic
 
@@ -170,9 +205,9 @@ class ModelCalls(TrainingCalls):
             after = values[len(batch.sources) :].split(1)
             self._step_cache.put(VALUES, batch.keys, map(torch.cat, zip(before, after, strict=True)))
 
-        return self._infer(shards, look)
+        return self._look(shards, look, model=critic, groups=groups)
 
-    def _reward_inference(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _reward_inference(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Score every sample by the reward model."""
         state = self._state
         if state.stage.reward_model is None:
@@ -183,17 +218,19 @@ class ModelCalls(TrainingCalls):
                 companions=state.companions,
                 dtype=state.model.dtype,
                 device=state.gradient.device,
+                seat=state.seat,
+                tensors=state.tensor_group,
             )
         model, found = self._reward_model, dict[str, float]()
 
         def look(batch: MicroBatch) -> None:
             found.update(zip(batch.keys, objectives.scores(model, batch).tolist(), strict=True))
 
-        result = self._infer(shards, look, kept="all")
+        result = self._look(shards, look, model=model, groups=groups, kept="all")
         result.outputs = {"score": found}
         return result
 
-    def _token_advantages(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _token_advantages(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Compute and cache every token's advantage, whitened over the whole batch, and the critic's returns. The
         result of the call has each sample's mean advantage."""
         result = CallResult()
@@ -202,8 +239,9 @@ class ModelCalls(TrainingCalls):
 
         def contribution(samples: Sequence[BatchSample]) -> Contribution:
             self._check()
-            found.update(self._advantages_of(samples, with_critic=call.interface == "gae"))
-            sums = advantages.moments(found[sample.key].advantages for sample in samples)
+            if self._state.seat.is_last:  # The others have no values of samples.
+                found.update(self._advantages_of(samples, with_critic=call.interface == "gae"))
+            sums = advantages.moments(found[s.key].advantages for s in samples if s.key in found)
             device = self._state.gradient.device
             return Contribution(self._state.gradient[:0], sums.to(device), sums.new_zeros(0, device=device))
 
@@ -211,7 +249,7 @@ class ModelCalls(TrainingCalls):
             call,
             learned,
             contribution=contribution,
-            group=group,
+            groups=groups,
             deterministic=self._deterministic,
             result=result,
             work="forward",

@@ -1,4 +1,4 @@
-"""The data-parallel process group of the ranks: it can be abandoned and rebuilt while the processes stay alive.
+"""The process groups of the ranks: they can be abandoned and rebuilt while the processes stay alive.
 
 Each group has a number (`group_id`; the field `generation` of the messages). Groups are numbered in the order in which
 the master rebuilds them, and a number is never used twice.
@@ -16,6 +16,9 @@ nor NCCL authenticates connections by itself. The first rank therefore leaves a 
 to each other that they have it (`torch_internals.gloo_group`), and NCCL's ranks find each other by an identifier with a
 random number of its own, which they receive through the store too.
 
+A rank is in one group with all ranks and, if the model is cut over ranks, in further ones with some of them
+(`group.Groups`). All of a generation meet at the same store, under names of their own.
+
 `end` may be called from any thread; every collective of the group that is running then raises `GroupBroken`.
 """
 
@@ -26,6 +29,7 @@ import re
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
@@ -38,6 +42,7 @@ from torch import Tensor
 
 from kintsugi.errors import DeadlineExceeded, GroupBroken, GroupFailed, Unfit
 from kintsugi.model.device import CPU_IDENTITY, identity
+from kintsugi.model.seats import Mesh, number_of
 from kintsugi.model.torch_internals import (
     Backend,
     GroupStore,
@@ -49,10 +54,11 @@ from kintsugi.model.torch_internals import (
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
+    start_broadcast,
 )
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.waits import join, wait
-from kintsugi.training.group import Interruption
+from kintsugi.training.group import Edge, Groups, Interruption
 from kintsugi.transport.store import StoreClient, split_address
 
 SHORTEST_POLL_S = 0.0002
@@ -60,6 +66,8 @@ LONGEST_POLL_S = 0.005
 CLOSE_GRACE_S = 0.5
 LONGEST_CONNECT_S = 1.0
 STORE_ANSWERS_S = 1.0
+SEND_TIMEOUT_S = 1800.0
+"""Limit of the library for a tensor to be taken by the next stage; the waits of the ranks have shorter ones."""
 SECRET_KEY = "secret"
 SECRET_BYTES = 32
 
@@ -86,7 +94,7 @@ def choose_route(identities: Sequence[str]) -> Route:
 
 
 class ProcessGroup:
-    """One data-parallel group. A group of one rank has no sockets and no collectives."""
+    """One group of ranks. A group of one rank has no sockets and no collectives."""
 
     def __init__(
         self,
@@ -98,10 +106,15 @@ class ProcessGroup:
         route: Route,
         interruption: Interruption,
         store: OpenStore | None = None,
+        name: str = "",
     ) -> None:
-        """`store` is closed with the group: NCCL uses it as long as the group lives."""
+        """`store` is closed with the group: NCCL uses it as long as the group lives. `name` tells the groups of one
+        generation apart; empty for that of all ranks."""
         assert (backend is None) == (len(ranks) == 1)
         self.group_id = group_id
+        self._title = _title(group_id, name)
+        self._sent: deque[tuple[Work, Tensor]] = deque()
+        """Tensors that are being sent, in their order."""
         self.ranks = tuple(ranks)
         self.rank = rank
         self.route = route
@@ -144,6 +157,21 @@ class ProcessGroup:
         )
         return gathered.to(tensor.device).view(self.size, *tensor.shape)
 
+    def gather_in_pass(self, tensor: Tensor, *, timeout_s: float) -> Tensor:
+        """As `all_gather`. With NCCL it is enqueued on the device, which waits for it; the host does not poll."""
+        if self.route is not Route.NCCL:
+            return self.all_gather(tensor, timeout_s=timeout_s)
+        what = f"all-gather within a pass of {self._title}"
+        self.check(what)
+        assert self._backend is not None, "collectives need a group of several ranks"
+        flat = tensor.contiguous().flatten()
+        gathered = flat.new_empty(self.size * flat.numel())
+        try:
+            start_all_gather(self._backend, flat, into=gathered, timeout=timedelta(seconds=timeout_s)).wait()
+        except RuntimeError as error:
+            raise self._broken(what, error) from error
+        return gathered.view(self.size, *tensor.shape)
+
     def all_to_all(
         self, tensor: Tensor, *, sent: Sequence[int], received: Sequence[int], timeout_s: float
     ) -> Tensor:
@@ -159,6 +187,40 @@ class ProcessGroup:
             timeout_s=timeout_s,
         )
         return incoming.to(tensor.device)
+
+    def send(self, tensor: Tensor) -> None:
+        """Start to send a tensor from the first rank to the other one; it must not change any more."""
+        assert self.rank == 0, "the first rank sends"
+        self.check("sending")
+        assert self._backend is not None, "collectives need a group of several ranks"
+        staged = self._staged(_bytes_of(tensor.contiguous()))
+        try:
+            work = start_broadcast(self._backend, staged, timeout=timedelta(seconds=SEND_TIMEOUT_S))
+        except RuntimeError as error:
+            raise self._broken("sending", error) from error
+        self._sent.append((work, staged))
+        while self._sent and self._sent[0][0].is_completed():
+            self._run(lambda backend: self._sent.popleft()[0], what="sending", timeout_s=SEND_TIMEOUT_S)
+
+    def await_sent(self, *, timeout_s: float) -> None:
+        """Wait until everything has been sent."""
+        while self._sent:
+            self._run(lambda backend: self._sent.popleft()[0], what="sending", timeout_s=timeout_s)
+
+    def receive(self, into: Tensor, *, timeout_s: float) -> None:
+        """Fill a tensor with the one that the first rank sends."""
+        assert self.rank == 1, "the second rank receives"
+        timeout = timedelta(seconds=timeout_s)
+        target = _bytes_of(into)
+        is_direct = self.route is Route.NCCL or not into.is_cuda
+        staged = target if is_direct else torch.empty_like(target, device="cpu")
+        self._run(
+            lambda backend: start_broadcast(backend, staged, timeout=timeout),
+            what="receiving",
+            timeout_s=timeout_s,
+        )
+        if not is_direct:
+            target.copy_(staged)
 
     def _staged(self, tensor: Tensor) -> Tensor:
         """Return the tensor in memory that the route can access: on the device for NCCL, else on the host."""
@@ -180,9 +242,11 @@ class ProcessGroup:
         if self._backend is None:
             return
         backends, self._backend = [self._backend], None
+        sent, self._sent = self._sent, deque()
         dropping = threading.Thread(
-            target=_drop, args=(backends, self._store), name=f"drop-group-{self.group_id}", daemon=True
+            target=_drop, args=(backends, self._store, sent), name=f"drop-group-{self.group_id}", daemon=True
         )
+        del sent
         dropping.start()
         with suppress(DeadlineExceeded):
             join(dropping, whom=self.others, what="the end of a collective", timeout_s=CLOSE_GRACE_S)
@@ -195,7 +259,7 @@ class ProcessGroup:
         timeout_s: float,
     ) -> None:
         """Start a collective and poll it until it completes."""
-        what = f"{what} of generation {self.group_id}"
+        what = f"{what} of {self._title}"
         self.check(what)
         assert self._backend is not None, "collectives need a group of several ranks"
         try:
@@ -203,10 +267,13 @@ class ProcessGroup:
             wait(self._completion(work, what=what), whom=self.others, what=what, timeout_s=timeout_s)
             work.wait()
         except (RuntimeError, DeadlineExceeded) as error:
-            self.end(str(error))
-            peers = tuple(name for name in self.ranks if name != self.ranks[self.rank])
-            failed = GroupFailed(self.group_id, peers, _plain(error))
-            raise GroupBroken(f"{what} with {self.others} failed: {failed.reason}", detail=failed) from error
+            raise self._broken(what, error) from error
+
+    def _broken(self, what: str, error: Exception) -> GroupBroken:
+        self.end(str(error))
+        peers = tuple(name for name in self.ranks if name != self.ranks[self.rank])
+        failed = GroupFailed(self.group_id, peers, _plain(error))
+        return GroupBroken(f"{what} with {self.others} failed: {failed.reason}", detail=failed)
 
     def _completion(self, work: Work, *, what: str) -> Callable[[float], bool | None]:
         """Return a poll function with a growing interval, so that a long wait uses little CPU."""
@@ -229,7 +296,7 @@ class ProcessGroup:
         if why is not None:
             self.end(why)
         if self._over.is_set():
-            raise GroupBroken(f"{what}: generation {self.group_id} is over: {self._why_over}")
+            raise GroupBroken(f"{what}: {self._title} is over: {self._why_over}")
 
 
 def join_group(
@@ -242,8 +309,12 @@ def join_group(
     device: torch.device,
     timeout_s: float,
     interruption: Interruption = lambda: None,
+    name: str = "",
+    serves_store: bool | None = None,
 ) -> ProcessGroup:
-    """Create the group with the other ranks, within `timeout_s`; `keys` is the key pair of this process."""
+    """Create the group with the other ranks, within `timeout_s`; `keys` is the key pair of this process. `name` tells
+    the groups of one generation apart. `serves_store`: whether the store is this process's, by default that of the
+    first rank."""
     backend, route, store = None, Route.HOST, None
     if len(ranks) > 1:
         rendezvous = _Rendezvous(
@@ -254,6 +325,8 @@ def join_group(
             keys=keys,
             timeout_s=timeout_s,
             interruption=interruption,
+            name=name,
+            serves_store=me == ranks[0] if serves_store is None else serves_store,
         )
         backend, route, store = rendezvous.connect(device)
     return ProcessGroup(
@@ -264,7 +337,76 @@ def join_group(
         route=route,
         interruption=interruption,
         store=store,
+        name=name,
     )
+
+
+def join_groups(
+    mesh: Mesh,
+    *,
+    group_id: int,
+    ranks: Sequence[str],
+    me: str,
+    store_address: str,
+    keys: tuple[bytes, bytes],
+    device: torch.device,
+    timeout_s: float,
+    interruption: Interruption = lambda: None,
+) -> Groups:
+    """Create all groups of a generation that this rank is in, within `timeout_s`. Every rank creates its groups in one
+    order: that of all ranks, then those of the data, tensor and stage axes, then the edges from the first stage on."""
+    deadline = SYSTEM_CLOCK.monotonic() + timeout_s
+    opened = ExitStack()
+
+    def join(name: str, members: Sequence[int]) -> ProcessGroup:
+        group = join_group(
+            group_id=group_id,
+            ranks=[ranks[number] for number in members],
+            me=me,
+            store_address=store_address,
+            keys=keys,
+            device=device,
+            timeout_s=max(0.0, deadline - SYSTEM_CLOCK.monotonic()),
+            interruption=interruption,
+            name=name,
+            serves_store=me == ranks[0],
+        )
+        opened.callback(group.close)
+        return group
+
+    with opened:
+        world = join("", range(len(ranks)))
+        groups = Groups.of(world)
+        if mesh.model_ranks > 1:
+            assert ranks.index(me) == number_of(me), "a model that is cut over ranks needs all of them"
+            groups = _join_parts(mesh, number_of(me), world=world, join=join)
+        opened.pop_all()
+    return groups
+
+
+def _join_parts(
+    mesh: Mesh, mine: int, *, world: ProcessGroup, join: Callable[[str, Sequence[int]], ProcessGroup]
+) -> Groups:
+    """Join the groups with some of the ranks. A name has the first member's number: groups of one kind are disjoint."""
+    seat, column = mesh.seat(mine), mesh.data_column(mine, num_ranks=world.size)
+    data = join(f"data-{column[0]}", column)
+    tensors = stages = previous = following = None
+    if mesh.tensors > 1:
+        row = mesh.tensor_row(mine)
+        tensors = join(f"tensors-{row[0]}", row)
+    if mesh.stages > 1:
+        pipeline = mesh.pipeline(mine)
+        stages = join(f"stages-{pipeline[0]}", pipeline)
+
+        def edge(first: int, second: int) -> Edge:
+            forward = join(f"forward-{first}", (first, second))
+            return Edge(forward, join(f"backward-{first}", (second, first)))
+
+        if not seat.is_first:
+            previous = edge(pipeline[seat.stage - 1], mine)
+        if not seat.is_last:
+            following = edge(mine, pipeline[seat.stage + 1])
+    return Groups(world, data, tensors, stages, previous, following)
 
 
 class OpenStore:
@@ -307,18 +449,21 @@ class _Rendezvous:
         keys: tuple[bytes, bytes],
         timeout_s: float,
         interruption: Interruption,
+        name: str = "",
+        serves_store: bool = False,
     ) -> None:
         self._ranks = ranks
         self._rank = ranks.index(me)
         self._store_address = store_address
         self._address = split_address(store_address)[:2]
         self._keys = keys
-        self._prefix = f"generation-{group_id}"
+        self._prefix = f"generation-{group_id}" + (f"/{name}" if name else "")
+        self._serves_store = serves_store
         self._deadline = SYSTEM_CLOCK.monotonic() + timeout_s
         self._timeout = timedelta(seconds=timeout_s)
         self._interruption = interruption
         self._others = ", ".join(name for name in ranks if name != me)
-        self._what = f"joining generation {group_id} of the process group"
+        self._what = f"joining {_title(group_id, name)} of the process group"
         self._over = threading.Event()
         """Set when `connect` has returned or raised: the background thread gives up."""
 
@@ -341,14 +486,14 @@ class _Rendezvous:
         try:
             return wait(attempt, whom=self._others, what=self._what, timeout_s=self._remaining_s())
         except DeadlineExceeded as error:
-            if self._rank == 0 and not self._store_answers():
+            if self._serves_store and not self._store_answers():
                 raise Unfit("the store of this process, at which ranks meet, does not answer") from error
             raise self._broken(error) from error
         finally:
             self._over.set()
 
     def _store_answers(self) -> bool:
-        """Whether the store of this process answers. Only the first rank asks, because it serves the store."""
+        """Whether the store of this process answers. Only the rank that serves it asks."""
 
         def ask() -> None:
             with closing(self._open_store(STORE_ANSWERS_S)) as store:
@@ -432,11 +577,22 @@ class _Rendezvous:
         return max(0.0, self._deadline - SYSTEM_CLOCK.monotonic())
 
 
-def _drop(backends: list[Backend], store: OpenStore | None) -> None:
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """View of a contiguous tensor: the libraries do not send every type."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _title(group_id: int, name: str) -> str:
+    """`_title(3, "data-0") == "generation 3 (data-0)"`."""
+    return f"generation {group_id}" + (f" ({name})" if name else "")
+
+
+def _drop(backends: list[Backend], store: OpenStore | None, sent: deque[tuple[Work, Tensor]]) -> None:
     """Abort the collectives that still run, then drop the group and close its store."""
     for backend in backends:
         backend.abort()
     backends.clear()
+    sent.clear()
     if store is not None:
         store.close()
 

@@ -16,7 +16,7 @@ from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.arrays import Array
 from kintsugi.protocol.recovery import RankReady, RebuildGroup
 from kintsugi.recovery.rank import SNAPSHOT_PREFIX, Flow
-from kintsugi.training.group import Group, Interruption, check_sum, known_numbers
+from kintsugi.training.group import Groups, Interruption, check_sum, known_numbers
 from kintsugi.training.rank_state import RankState
 from kintsugi.training.snapshots import CopyCounters, StoredState
 
@@ -53,7 +53,7 @@ class RankAdapter(ABC):
         self._load_state = load_state
         self._forget = forget
         self._interruption = interruption
-        self._group: Group | None = None
+        self._groups: Groups | None = None
         self._latest_group_id = 0
         """Highest group number that this rank has received, also where joining that group failed."""
         self._gathered_in = 0, False
@@ -62,28 +62,28 @@ class RankAdapter(ABC):
     @property
     def rank(self) -> int:
         """Rank in the group; 0 while in none."""
-        return self._group.rank if self._group is not None else 0
+        return self._groups.world.rank if self._groups is not None else 0
 
     @property
     def ranks(self) -> tuple[str, ...]:
         """Processes of the group in rank order; empty while in none."""
-        return self._group.ranks if self._group is not None else ()
+        return self._groups.world.ranks if self._groups is not None else ()
 
     @property
     def group_id(self) -> int:
         """Number of the current group; 0 while in none."""
-        return self._group.group_id if self._group is not None else 0
+        return self._groups.world.group_id if self._groups is not None else 0
 
-    def group(self, group_id: int) -> Group:
-        """Return the current group if it has this number; raise RefusedError otherwise."""
-        if self._group is None or not self.is_in(group_id):
-            mine = "none" if self._group is None else self._group.group_id
+    def groups(self, group_id: int) -> Groups:
+        """Return the current groups if they have this number; raise RefusedError otherwise."""
+        if self._groups is None or not self.is_in(group_id):
+            mine = "none" if self._groups is None else self.group_id
             raise RefusedError(f"expected a call of group generation {mine}, got one of {group_id}")
-        return self._group
+        return self._groups
 
     def is_in(self, group_id: int) -> bool:
         """Whether this rank is in the group with this number."""
-        return self._group is not None and self._group.group_id == group_id
+        return self._groups is not None and self._groups.world.group_id == group_id
 
     def standing(self) -> RankReady:
         """Report step, digest and group number. The number is the latest one tried: its store keys are used up, even
@@ -101,8 +101,8 @@ class RankAdapter(ABC):
     def stop(self, generation: int) -> None:
         """Abort running collectives, then abort or await all other work on the device."""
         self._latest_group_id = max(self._latest_group_id, generation)
-        if self._group is not None and self._group.group_id <= generation:
-            self._group.end("this rank was told to stop")
+        if self._groups is not None and self.group_id <= generation:
+            self._groups.end("this rank was told to stop")
             self.leave()
         self._stop_device()
 
@@ -123,16 +123,17 @@ class RankAdapter(ABC):
         self.leave()
         self._latest_group_id = request.generation
         start = time.monotonic()
-        group = self._join(request)
+        groups = self._join(request)
         try:
-            remaining_s = request.timeout_s - (time.monotonic() - start)
-            if group.size > 1:
-                numbers = self._known_numbers(known_numbers(group))
-                check_sum(group, numbers, timeout_s=max(remaining_s, LEAST_PROBE_S))
+            for group in groups:
+                remaining_s = request.timeout_s - (time.monotonic() - start)
+                if group.size > 1:
+                    numbers = self._known_numbers(known_numbers(group))
+                    check_sum(group, numbers, timeout_s=max(remaining_s, LEAST_PROBE_S))
         except BaseException:
-            group.close()
+            groups.close()
             raise
-        self._group = group
+        self._groups = groups
 
     def repair(self, step: int, *, source: str, digest: str) -> None:
         if source.startswith(SNAPSHOT_PREFIX):
@@ -158,33 +159,33 @@ class RankAdapter(ABC):
 
     def gather(self) -> None:
         """Complete the weights of a box from the other ranks, once per generation. A collective."""
-        if self._group is not None and self._gathered_in[0] < self._group.group_id:
-            self._state.gather(self._group)
-            self._gathered_in = self._group.group_id, False
+        if self._groups is not None and self._gathered_in[0] < self.group_id:
+            self._state.gather(self._groups.data)
+            self._gathered_in = self.group_id, False
 
     def complete(self) -> None:
         """Gather the weights again before the first call of a generation: if some of its ranks had begun a stage and
         others had not, the critic of the former was gathered before the latter filled theirs. A collective, once per
         generation on every rank."""
-        group = self._group
+        groups = self._groups
         if (
-            group is None
+            groups is None
             or self._state.companions.critic is None
-            or self._gathered_in == (group.group_id, True)
+            or self._gathered_in == (self.group_id, True)
         ):
             return
-        self._state.gather(group)
-        self._gathered_in = group.group_id, True
+        self._state.gather(groups.data)
+        self._gathered_in = self.group_id, True
 
     def leave(self) -> None:
-        """Leave and close the current group, if any."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        """Leave and close the current groups, if any."""
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
 
     @abstractmethod
-    def _join(self, request: RebuildGroup) -> Group:
-        """Create the requested group with the other ranks."""
+    def _join(self, request: RebuildGroup) -> Groups:
+        """Form the requested groups with the other ranks."""
 
     @abstractmethod
     def _known_numbers(self, numbers: list[float]) -> Array:

@@ -28,11 +28,13 @@ from kintsugi.config.stages import Stage
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.arrays import Array, copied, dtype_name
+from kintsugi.model.partition import local_shapes, part_of
 from kintsugi.model.plan import Companions
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import DTYPES
+from kintsugi.model.tensor_slices import ModelSlices, SliceName
 from kintsugi.training.boxes import Box
-from kintsugi.training.group import Group
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart, reference_by_name
 from kintsugi.training.peer_replication import StateCopy
 from kintsugi.training.reduction import Cut
@@ -41,6 +43,7 @@ from kintsugi.training.snapshots import (
     HeldState,
     StateSnapshots,
     StoredState,
+    alike,
     reference_digest,
 )
 
@@ -77,9 +80,12 @@ class RankState(ABC):
         process: str,
         segments: SnapshotSegments | None,
         seat: Seat = WHOLE,
+        slices: ModelSlices | None = None,
     ) -> None:
         """`live` holds the state, or the box of it that `seat` names. Snapshots are stored under the name of `process`
-        in the host's `segments`, or in private memory."""
+        in the host's `segments`, or in private memory. `slices`: the logical slices of the models that this rank has;
+        by default everything."""
+        self._slices = slices or ModelSlices()
         self.config = config
         self.companions = companions
         self._layout = layout
@@ -144,7 +150,7 @@ class RankState(ABC):
         """Set the critic's initial weights."""
         self._layout.parts[CRITIC].fill(self._weights, weights)
 
-    def _complete_update(self, part: str, *, before: Any, group: Group | None) -> Any:
+    def _complete_update(self, part: str, *, before: Any, groups: Groups | None) -> Any:
         """Return the relative change of a model, once its weights on this rank are complete."""
         return self._change(before, self._some_weights(part))
 
@@ -325,14 +331,14 @@ class RankState(ABC):
         self._counters = counters
         self._updating = self._between_calls = False
 
-    def update(self, gradient: Any, *, part: str = ACTOR, group: Group | None = None) -> Update:
+    def update(self, gradient: Any, *, part: str = ACTOR, groups: Groups | None = None) -> Update:
         """Clip the gradient of one model, in place, and apply it; one that is not finite is skipped. A rank updates its
-        box, and reads only the elements of it; the norm is summed and the new weights are gathered within `group`."""
+        box, and reads only the elements of it; the norm is summed and the new weights are gathered within `groups`."""
         assert self._updating, "updates are made between begin_update and end_update"
         actor, done, num_updates = self._schedule(part)
         rate = learning_rate(actor, update=done, num_updates=num_updates)
         own = self._box.own_gradient(part, gradient)
-        grad_norm = self._box.norm(own, group)
+        grad_norm = self._box.norm(part, own, groups)
         if not is_finite(grad_norm):
             self._count("critic_skipped" if part == CRITIC else "skipped")
             return Update(grad_norm, rate, applied=False)
@@ -341,7 +347,7 @@ class RankState(ABC):
         self._count("critic_updates" if part == CRITIC else "updates")
         before = copied(self._some_weights(part))
         self._optimize(part, own, settings=actor, rate=rate, count=done + 1)
-        ratio = self._complete_update(part, before=before, group=group)
+        ratio = self._complete_update(part, before=before, groups=groups)
         return Update(grad_norm, rate, applied=True, ratio=ratio)
 
     def _some_weights(self, part: str) -> Any:
@@ -412,7 +418,7 @@ class RankState(ABC):
         return HeldState(
             counters=counters,
             tensors=self._by_name(view, self._kept_reference(counters)),
-            weights=actor.views(self._layout.weights(view)) if self._box.is_whole else {},
+            weights=actor.views(self._layout.weights(view)) if self.seat.is_whole else {},
             dtype=self.dtype,
             await_copy=await_copy,
             hold=hold,
@@ -423,7 +429,7 @@ class RankState(ABC):
         """Keep the snapshot of a committed state for a thread that saves it; it may be the one before the last."""
         if counters.step == self.prepared_step:
             self.commit(counters.step)  # Only committed steps are saved.
-        if counters == self._committed:
+        if alike(counters, self._committed):
             return self.hold_committed()
         view, hold = self._copies.hold(counters)
         tensors = self._by_name(view, self._kept_reference(counters))
@@ -431,8 +437,33 @@ class RankState(ABC):
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the actor's weights by Hugging Face name."""
-        return {slot.name: slot.shape for slot in self._layout.actor.slots}
+        """Shapes of all weights of the actor by Hugging Face name, of which this rank may hold a part."""
+        slots = self._layout.actor.slots
+        if self.seat.stages == 1 and not self._slices.is_cut:
+            return {slot.name: slot.shape for slot in slots}
+        return parameter_shapes(self.config, with_value_head=self.companions.value_head)
+
+    @property
+    def slices(self) -> ModelSlices:
+        """Logical slices of the models that this rank has."""
+        return self._slices
+
+    @property
+    def published_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of what the ranks of one model publish together: of slices where several ranks share a layer."""
+        count = self._slices.count
+        if self.seat.tensors == 1:
+            return self.weight_shapes
+        return ModelSlices(range(count), count).shapes(self.weight_shapes)
+
+    def publishes(self, name: str) -> bool:
+        """Whether this rank publishes one of its weights: what all tensor ranks have is published by the first."""
+        return self.seat.tensor == 0 or SliceName.parse(name).count > 1
+
+    def part_of_weights(self, name: str) -> int:
+        """Stage that holds a weight of the actor."""
+        seats = (msgspec.structs.replace(self.seat, stage=stage) for stage in range(self.seat.stages))
+        return next(seat.stage for seat in seats if part_of(self.config, seat).has(name))
 
     def hold_latest(self) -> StateCopy | None:
         """Hold the prepared state, or else the committed one, for a thread that reads it during training; None before
@@ -470,6 +501,8 @@ class RankState(ABC):
         places = stored.places
         saved_reference = any(name.startswith("reference/") for name in places)
         is_frozen = saved_reference and not self._layout.has_reference
+        # The counters of a checkpoint have the digest of the reference as it was cut over stages and slices there.
+        may_differ = stored.has_any_box
         reference = self._new_reference() if is_frozen else None
         if stored.has_any_box:  # Compared as a whole; only the box is read.
             mine = self._whole_by_name(reference)
@@ -488,16 +521,18 @@ class RankState(ABC):
                     f"expected {name} as {dtype_name(tensor)} {tuple(tensor.shape)}, got {dtype} {shape}"
                 )
 
+        shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+
         def read(view: Array) -> None:
             self._box.zero_filling(view)
-            stored.read(self._by_name(view, reference))
+            stored.read(self._by_name(view, reference), shapes=shapes)
 
         found, counters = self._copies.fill(
             counters,
             read,
             digest=digest,
             reference=reference,
-            is_older=reference is not None and not counters.reference,
+            is_older=reference is not None and (not counters.reference or may_differ),
         )
         self._become(counters, digest=found, stage=stage, reference=reference)
 
@@ -577,14 +612,23 @@ class RankState(ABC):
     @property
     def _reference_part(self) -> LayoutPart:
         """Layout of a frozen reference; one that moves lies like the actor."""
-        return LayoutPart.of(parameter_shapes(self._reference_config), is_filled=False)
+        shapes = self._slices.shapes(local_shapes(self._reference_config, self.seat))
+        return LayoutPart.of(shapes, is_filled=False)
 
 
-def lay_out(shapes: Mapping[str, tuple[int, ...]], companions: Companions) -> Layout:
-    """Layout of a state: the actor with these parameters, and what its run needs besides."""
+def lay_out(
+    shapes: Mapping[str, tuple[int, ...]],
+    companions: Companions,
+    *,
+    seat: Seat = WHOLE,
+    slices: ModelSlices | None = None,
+) -> Layout:
+    """Layout of a state: the actor with these parameters, and what its run needs besides, as far as this rank holds
+    it."""
+    slices = slices or ModelSlices()
     parts = {ACTOR: LayoutPart.of(shapes)}
     if companions.critic is not None:
-        critic = parameter_shapes(companions.critic, with_value_head=True)
+        critic = slices.shapes(local_shapes(companions.critic, seat, with_value_head=True))
         parts[CRITIC] = LayoutPart.of(critic, start=parts[ACTOR].stop, prefix="critic.")
     return Layout(parts, has_reference=companions.moving_reference)
 

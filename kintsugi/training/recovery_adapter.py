@@ -13,7 +13,8 @@ from torch import Tensor
 from kintsugi.protocol.recovery import RebuildGroup
 from kintsugi.recovery.rank import Flow
 from kintsugi.runtime.waits import wait
-from kintsugi.training.process_group import ProcessGroup, join_group
+from kintsugi.training.group import Groups
+from kintsugi.training.process_group import join_groups
 from kintsugi.training.rank_adapter import RankAdapter
 
 DEVICE_STOP_TIMEOUT_S = 30.0
@@ -36,8 +37,9 @@ class TorchAdapter(RankAdapter):
         self._forget()
         self.gather()
 
-    def _join(self, request: RebuildGroup) -> ProcessGroup:
-        return join_group(
+    def _join(self, request: RebuildGroup) -> Groups:
+        return join_groups(
+            self._state.seat.mesh,
             group_id=request.generation,
             ranks=request.ranks,
             me=self._process,

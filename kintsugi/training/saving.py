@@ -33,7 +33,7 @@ from kintsugi.telemetry.collect.cgroups import available_memory_bytes
 from kintsugi.telemetry.events import Alert, AlertEvent
 from kintsugi.training.box_saving import BoxWriters
 from kintsugi.training.checkpoint_delivery import CheckpointDelivery
-from kintsugi.training.snapshots import HeldState
+from kintsugi.training.snapshots import CopyCounters, HeldState
 from kintsugi.transport import Delivery, subject
 
 STALL_S = 0.5
@@ -165,7 +165,7 @@ class CheckpointSaver:
             step=held.counters.step,
             stage=held.counters.stage,
             state=held.tensors,
-            extra=msgspec.to_builtins(held.counters),
+            extra=msgspec.to_builtins(saved_counters(held)),
             model_files=self._model_files(held, others),
             keep=self._keep if self._delivery is None else 1,
             best_steps=request.best_steps,
@@ -196,6 +196,12 @@ class CheckpointSaver:
                 "written to the disk two steps later"
             )
             self._emit(Alert(message, {"step": held.counters.step, "stalled_s": stalled_s}))
+
+
+def saved_counters(held: HeldState) -> CopyCounters:
+    """Counters of the whole state: the digest of a reference that is cut over ranks is that of a part."""
+    is_cut = held.seat.mesh.model_ranks > 1
+    return msgspec.structs.replace(held.counters, reference="") if is_cut else held.counters
 
 
 def _expected_bytes(held: HeldState) -> int:

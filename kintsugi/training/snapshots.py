@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -85,6 +86,11 @@ class CopyCounters(msgspec.Struct, frozen=True):
     critic_skipped: int = 0
 
 
+def alike(one: CopyCounters, other: CopyCounters) -> bool:
+    """Whether two boxes are of one state. Each pipeline stage has the digest of its own part of the reference."""
+    return msgspec.structs.replace(one, reference="") == msgspec.structs.replace(other, reference="")
+
+
 def digest_of(counters: CopyCounters, tensor: Array, *, box: str = "") -> str:
     """Digest of counters, weights and moments and, through the counters, of the reference weights; equal on all ranks
     with the same box after the same steps."""
@@ -141,8 +147,14 @@ class StoredState(Protocol):
         """The only box that it has, as `Seat.box`."""
         ...
 
-    def read(self, into: Mapping[str, Array]) -> None:
-        """Fill these tensors, in pieces, and verify the bytes."""
+    def read(
+        self,
+        into: Mapping[str, Array],
+        *,
+        shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
+        """Fill these tensors, in pieces, and verify the bytes. `shapes`: of whole tensors of the state, by name, where
+        the source may have cut them otherwise."""
         ...
 
 
@@ -276,7 +288,7 @@ class StateSnapshots:
         self._add_third_slot()
         for index, slot in enumerate(self._snapshots.slots):
             header = slot.header
-            if header is not None and _counters(header) == counters:
+            if header is not None and alike(_counters(header), counters):
                 return self._views[index], self._take_hold(
                     index, SlotHold(counters.step, purpose="save", yields=False)
                 )

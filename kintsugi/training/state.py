@@ -17,16 +17,21 @@ from kintsugi.checkpoint.snapshot import SnapshotSegments
 from kintsugi.config.schema import ActorSection
 from kintsugi.config.stages import Stage
 from kintsugi.errors import RefusedError
+from kintsugi.model.architecture import ModelConfig, parameter_shapes
+from kintsugi.model.partition import local_shapes
 from kintsugi.model.plan import ACTOR_ALONE, Companions
 from kintsugi.model.seats import WHOLE, Seat
+from kintsugi.model.tensor_group import TensorGroup
+from kintsugi.model.tensor_slices import ModelSlices, join_all
 from kintsugi.model.torch_internals import fused_adamw
 from kintsugi.model.transformer import Transformer
 from kintsugi.runtime.peak_memory import PARAMETERS, PEAKS
 from kintsugi.training.boxes import GATHER_TIMEOUT_S, Box
-from kintsugi.training.group import Group
-from kintsugi.training.initial_weights import Weights, critic_weights, reference_weights
+from kintsugi.training.group import Group, Groups
+from kintsugi.training.initial_weights import Weights, critic_weights, new_model, reference_weights
 from kintsugi.training.layout import ACTOR, CRITIC, LayoutPart, LayoutSlot, reference_by_name
 from kintsugi.training.rank_state import RankState, lay_out
+from kintsugi.training.tensor_row import TensorRow
 
 
 class TrainingState(RankState):
@@ -44,13 +49,17 @@ class TrainingState(RankState):
         process: str = "model-0",
         segments: SnapshotSegments | None = None,
         seat: Seat = WHOLE,
+        tensors: TensorGroup | None = None,
     ) -> None:
         """Take over `model` (fp32): its parameters become views of the flat weights. Snapshots of the state are stored
         under the name of `process` in the host's `segments`, or in private memory. With `recompute` the trained models
-        keep no activations within their layers. `seat` tells which box of the state this rank holds."""
+        keep no activations within their layers. `seat` tells which box of the state this rank holds. With `tensors`
+        all models are computed in its logical slices, of which `model` has this rank's."""
         assert model.dtype == torch.float32, f"master weights are float32, got {model.dtype}"
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        layout = lay_out(shapes, companions)
+        self._tensors = tensors
+        slices = ModelSlices() if tensors is None else ModelSlices(tensors.slices, tensors.num_slices)
+        shapes = local_shapes(model.config, seat, with_value_head=model.value_head is not None)
+        layout = lay_out(slices.shapes(shapes), companions, seat=seat, slices=slices)
         super().__init__(
             torch.zeros(Box(layout, seat).size, device=model.device),
             layout=layout,
@@ -59,18 +68,18 @@ class TrainingState(RankState):
             process=process,
             segments=segments,
             seat=seat,
+            slices=slices,
         )
         if self._box.is_whole:
             layout.actor.fill(self._weights, dict(model.named_parameters()))
             point(model, layout.actor, weights=self._weights)
         self.model = model
         if compute_dtype != torch.float32:
-            self.model = _empty_twin(model, dtype=compute_dtype)
+            has_head = model.value_head is not None
+            self.model = self._new_model(model.config, dtype=compute_dtype, with_value_head=has_head)
         self._critic: Transformer | None = None
         if companions.critic is not None:
-            self._critic = Transformer(
-                companions.critic, with_value_head=True, dtype=compute_dtype, device=model.device
-            )
+            self._critic = self._new_model(companions.critic, dtype=compute_dtype, with_value_head=True)
         self._trained = (
             {ACTOR: self.model} if self._critic is None else {ACTOR: self.model, CRITIC: self._critic}
         )
@@ -97,10 +106,36 @@ class TrainingState(RankState):
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    def _new_model(
+        self, config: ModelConfig, *, dtype: torch.dtype, with_value_head: bool = False
+    ) -> Transformer:
+        return new_model(
+            config,
+            with_value_head=with_value_head,
+            dtype=dtype,
+            device=self._live.device,
+            seat=self.seat,
+            tensors=self._tensors,
+        )
+
+    def trained(self, part: str) -> Transformer:
+        """Model of a part of the layout: actor or critic."""
+        return self._trained[part]
+
     @property
     def _is_in_place(self) -> bool:
         is_here: bool = self._live.untyped_storage().nbytes() > 0
         return is_here
+
+    @property
+    def tensor_group(self) -> TensorGroup | None:
+        """Ranks that compute the models' logical slices together; None for models that are not cut."""
+        return self._tensors
+
+    def enter(self, groups: Groups) -> None:
+        """Compute with the ranks of these groups from now on."""
+        if isinstance(self._tensors, TensorRow):
+            self._tensors.enter(groups.tensors)
 
     @property
     def critic(self) -> Transformer:
@@ -118,7 +153,7 @@ class TrainingState(RankState):
             weights, part = self._reference, self._reference_part
             if weights is None:
                 weights, part = self._layout.reference(self._live).to(self.model.dtype), self._layout.actor
-            model = Transformer(self._reference_config, dtype=self.model.dtype, device=self.model.device)
+            model = self._new_model(self._reference_config, dtype=self.model.dtype)
             point(model, part, weights=weights)
             self._reference_model = model
         return self._reference_model
@@ -137,8 +172,12 @@ class TrainingState(RankState):
         if not self._box.is_whole and (committed is not self._live or not self._is_gathered):
             raise RefusedError(f"the weights of step {self.committed_step} are not complete on this rank now")
         if committed is self._live:
-            return actor.views(self._compute_weights)
-        return actor.views(actor.within(self._layout.weights(committed)).to(self.model.dtype))
+            found = actor.views(self._compute_weights)
+        else:
+            found = actor.views(actor.within(self._layout.weights(committed)).to(self.model.dtype))
+        if self._slices.is_cut and self.seat.tensors == 1:
+            return join_all(found, shapes=self.weight_shapes)
+        return found
 
     def resident(self) -> list[Tensor]:
         """All tensors that stay on the device between calls; several may share a storage."""
@@ -157,7 +196,11 @@ class TrainingState(RankState):
         self, stage: Stage, *, actor: Mapping[str, Tensor]
     ) -> tuple[Weights | None, Weights | None]:
         critic = critic_weights(stage, actor=actor, companions=self.companions)
-        return critic, reference_weights(stage, actor=actor)
+        reference = reference_weights(stage, actor=actor)
+        return (
+            None if critic is None else self._slices.cut(critic),
+            None if reference is None else self._slices.cut(reference),
+        )
 
     # Boxes.
 
@@ -199,21 +242,29 @@ class TrainingState(RankState):
         part.within(self._compute_weights).copy_(part.within(self.gradient))
         part.within(self.gradient).zero_()
 
-    def _complete_update(self, part: str, *, before: Tensor, group: Group | None) -> Tensor:
-        if self._box.is_whole:
+    def _complete_update(self, part: str, *, before: Tensor, groups: Groups | None) -> Tensor:
+        if self.seat.is_whole:
             return self._change(before, self._some_weights(part))
-        assert group is not None, "the weights of several shards are gathered after an update"
-        self._gather(group, part)
+        assert groups is not None, "the weights of several boxes are gathered after an update"
+        if not self._box.is_whole:
+            self._gather(groups.data, part)
         squares = torch.stack((_norm(self._some_weights(part) - before), _norm(before))).square()
-        gathered = group.all_gather(squares, timeout_s=GATHER_TIMEOUT_S)[self._box.counted(group)]
+        world = groups.world
+        gathered = world.all_gather(squares, timeout_s=GATHER_TIMEOUT_S)[self._box.counted(world)]
         changed, held = gathered.sum(dim=0).sqrt()
         return _relative(changed, held)
 
     def _whole_by_name(self, reference: Tensor | None) -> dict[str, Tensor]:
-        if self._box.is_whole:
+        if self.seat.is_whole and not self._slices.is_cut:
             return self._by_name(self._live, reference)
-        frozen = {} if reference is None else reference_by_name(self._reference_part, reference)
-        return self._layout.by_name(torch.empty(self._layout.size, device="meta")) | frozen
+        layout = self._layout
+        if self.seat.stages > 1 or self._slices.is_cut:
+            layout = lay_out(self.weight_shapes, self.companions)
+        whole = layout.by_name(torch.empty(layout.size, device="meta"))
+        if reference is None:
+            return whole
+        part = LayoutPart.of(parameter_shapes(self._reference_config), is_filled=False)
+        return whole | reference_by_name(part, torch.empty(part.size, dtype=reference.dtype, device="meta"))
 
     def _change(self, before: Tensor, after: Tensor) -> Tensor:
         return _relative(_norm(after - before), _norm(before))
@@ -295,11 +346,6 @@ def _move_gradient(total: Tensor, parameter: Tensor) -> None:
     assert parameter.grad is not None, "called after a gradient was accumulated"
     total.add_(parameter.grad)
     parameter.grad = None
-
-
-def _empty_twin(model: Transformer, *, dtype: torch.dtype) -> Transformer:
-    has_head = model.value_head is not None
-    return Transformer(model.config, with_value_head=has_head, dtype=dtype, device=model.device)
 
 
 def _norm(weights: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -101,7 +102,12 @@ class FetchedState:
             for piece in state.manifest.pieces
         }
 
-    def read(self, into: Mapping[str, Array]) -> None:
+    def read(
+        self,
+        into: Mapping[str, Array],
+        *,
+        shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
         """Fill tensors of the same names, dtypes and shapes; every piece is verified."""
         # Pieces arrive in host memory. Reference weights on a device are the only ones that need memory in between.
         targets = {name: _in_host_memory(array) for name, array in into.items()}

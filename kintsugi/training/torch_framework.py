@@ -12,15 +12,16 @@ from kintsugi.config.schema import Config, ShareDevice
 from kintsugi.config.stages import Stage
 from kintsugi.device_lease.client import DeviceMemory
 from kintsugi.device_lease.memory import KeptMemory, MovedMemory, check_policy
+from kintsugi.model.arrays import Array
 from kintsugi.model.device import choose_device, identity, use_deterministic_kernels
 from kintsugi.model.device_usage import device_gauges
 from kintsugi.model.plan import plan_companions
-from kintsugi.model.seats import seat_of
+from kintsugi.model.seats import mesh_of, seat_of
 from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
 from kintsugi.telemetry.events import Event
 from kintsugi.training.framework import Pair
-from kintsugi.training.group import Interruption
+from kintsugi.training.group import Groups, Interruption
 from kintsugi.training.initial_weights import empty_model, fill_initial
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.pairwise_eval import score_pairs
@@ -28,6 +29,7 @@ from kintsugi.training.rank_adapter import LoadState
 from kintsugi.training.rank_state import RankState
 from kintsugi.training.recovery_adapter import TorchAdapter
 from kintsugi.training.state import TrainingState
+from kintsugi.training.tensor_row import joined_weights, tensor_group
 from kintsugi.weights.publish import DevicePublisher, PublishTransport
 from kintsugi.weights.transports.collective import CollectiveTransport
 from kintsugi.weights.transports.device import DeviceSlots
@@ -58,14 +60,17 @@ class TorchFramework:
         return identity(self._device)
 
     def open_state(self, config: Config, *, process: str, segments: SnapshotSegments | None) -> TrainingState:
+        seat = seat_of(process, mesh_of(config.actor.layout))
+        tensors = tensor_group(seat, num_slices=config.actor.logical_slices)
         return TrainingState(
-            empty_model(config, device=self._device),
+            empty_model(config, device=self._device, seat=seat, tensors=tensors),
             companions=plan_companions(config),
             compute_dtype=getattr(torch, config.actor.dtype),
             recompute=config.actor.recompute,
             process=process,
             segments=segments,
-            seat=seat_of(process, shards=config.actor.layout.shards),
+            seat=seat,
+            tensors=tensors,
         )
 
     def fill_initial(self, state: RankState, config: Config) -> None:
@@ -103,9 +108,24 @@ class TorchFramework:
         )
 
     def score_pairs(
-        self, state: RankState, block: Callable[[int], Sequence[Pair]], *, first: int, count: int
+        self,
+        state: RankState,
+        block: Callable[[int], Sequence[Pair]],
+        *,
+        first: int,
+        count: int,
+        groups: Groups | None,
+        check: Callable[[], None],
     ) -> list[bool]:
-        return score_pairs(_own(state).model, block, first=first, count=count)
+        if groups is not None:
+            _own(state).enter(groups)
+        return score_pairs(_own(state).model, block, first=first, count=count, groups=groups, check=check)
+
+    def joined_weights(self, state: RankState, groups: Groups) -> Mapping[str, Array]:
+        weights = _own(state).weights()
+        if groups.tensors is None:
+            return weights
+        return joined_weights(weights, shapes=state.weight_shapes, slices=state.slices, group=groups.tensors)
 
     def device_publisher(self, *, host: str) -> DevicePublisher | None:
         return DeviceSlots(self._device, host=host) if self._device.type == "cuda" else None

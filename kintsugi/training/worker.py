@@ -39,6 +39,7 @@ from kintsugi.model.folder_files import folder_files
 from kintsugi.model.plan import plan_model
 from kintsugi.model.seats import seat_of
 from kintsugi.model.tensor_file import FileContent
+from kintsugi.model.tensor_slices import join_all
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.process.main import run_worker
 from kintsugi.process.membership import ShuttingDown
@@ -84,7 +85,7 @@ from kintsugi.telemetry.events import AlertEvent, Note, NoteEvent
 from kintsugi.training.box_saving import BoxSaver, BoxWriters, own_tensors
 from kintsugi.training.checkpoint_delivery import CheckpointDelivery
 from kintsugi.training.framework import Framework, open_framework
-from kintsugi.training.group import Group
+from kintsugi.training.group import Groups
 from kintsugi.training.held_out_pairs import HeldOutPairs
 from kintsugi.training.peer_replication import KEEP_TIMEOUT_S, PeerReplica, choose_agent
 from kintsugi.training.rank_state import RankState
@@ -92,11 +93,12 @@ from kintsugi.training.rollout_writer import RolloutStore
 from kintsugi.training.sample_fetch import StepSamples, await_answer
 from kintsugi.training.saving import CheckpointSaver
 from kintsugi.training.snapshots import CopyCounters, HeldState, StoredState, counters_of
+from kintsugi.training.stage_weights import stage_weights_sha256
 from kintsugi.training.state_transfer import StateFetcher, StateSource
 from kintsugi.transport import Delivery, Reply, subject
 from kintsugi.transport.store import StoreServer
 from kintsugi.types import Peer, Role, process_id, role_of, ticket_of
-from kintsugi.weights.manifest import weights_sha256
+from kintsugi.weights.manifest import layout_of, weights_sha256
 from kintsugi.weights.publish import Publisher
 from kintsugi.weights.transports.relay import RelayTransport
 from kintsugi.weights.transports.shared_memory import WeightSegments
@@ -315,7 +317,7 @@ class ModelWorker:
             case EvaluatePairs():
                 return self._evaluate(body)
             case HashWeights():
-                return WeightsHashed(weights_sha256(self._state.weights()))
+                return WeightsHashed(self._weights_sha256())
             case RebuildGroup():
                 return self._rebuild(body)
             case _ if isinstance(body, Operation):
@@ -334,7 +336,7 @@ class ModelWorker:
 
     def _rebuild(self, request: RebuildGroup) -> RankReady:
         ready = self._carry_out(request)
-        group = self._adapter.group(request.generation)
+        group = self._adapter.groups(request.generation).world
         if group.size > 1:
             message = f"generation {group.group_id} of {group.size} ranks exchanges by {group.route}"
             self._emit(Note(message))
@@ -345,26 +347,27 @@ class ModelWorker:
         if answer is not None:
             return answer
         self._processor.admit(call.step, goes_on=self._state.is_between_calls)
-        group = self._adapter.group(call.generation)
+        groups = self._adapter.groups(call.generation)
         if call.stage != self._state.counters.stage:
             raise RefusedError(
                 f"step {call.step} belongs to stage {call.stage!r}, this rank is in {self._state.counters.stage!r}"
             )
-        block = call.blocks[group.rank] if call.blocks else group.rank
-        mine = shards_of_rank(call.num_shards, rank=block, world_size=group.size)
+        part, parts = groups.data.rank, groups.data.size
+        block = call.blocks[part] if call.blocks else part
+        mine = shards_of_rank(call.num_shards, rank=block, world_size=parts)
         if [shard.index for shard in call.shards] != list(mine):
             raise RefusedError(
-                f"rank {group.rank} of {group.size} expected shards {mine.start} to {mine.stop - 1} of "
+                f"rank {part} of {parts} expected shards {mine.start} to {mine.stop - 1} of "
                 f"{call.num_shards}, got {[shard.index for shard in call.shards]}"
             )
         self._step_calls.begin(call)
         try:
-            done = self._compute(call, group)
+            done = self._compute(call, groups)
         finally:
             self._step_calls.fail()  # Without effect once the call has ended well.
         return done
 
-    def _compute(self, call: RunCall, group: Group) -> CallDone:
+    def _compute(self, call: RunCall, groups: Groups) -> CallDone:
         """Fetch the samples of a call and run it; its answer is recorded for a master that asks again."""
         start = time.perf_counter()
         try:
@@ -381,7 +384,7 @@ class ModelWorker:
         self._answer_neighbours()
         with self._lease_guard.of_call(call, check=self._check):
             self._adapter.complete()
-            result = self._calls.run(call, samples, group=group)
+            result = self._calls.run(call, samples, groups=groups)
         done = CallDone(
             call.step,
             self._state.prepared_digest,
@@ -428,15 +431,43 @@ class ModelWorker:
         weights = {
             name: tensor for name, tensor in self._state.weights().items() if name not in VALUE_HEAD
         }  # Servers generate text; a value head is only saved in checkpoints.
-        manifest, sources = self._publisher.publish(weights, request)
+        state, places = self._state, None
+        if state.seat.mesh.model_ranks > 1:
+            named = {name: shape for name, shape in state.published_shapes.items() if name not in VALUE_HEAD}
+            places = list(layout_of(named, itemsize=state.dtype.itemsize))
+            weights = {name: weights[name] for name in weights if state.publishes(name)}
+        manifest, sources = self._publisher.publish(
+            weights, request, places=places, shapes=state.weight_shapes
+        )
         return Published(manifest, sources)
+
+    def _weights_sha256(self) -> str:
+        """Identity of the weights. Of those that are cut over ranks it is a collective, and only the first stage knows
+        the result."""
+        state = self._state
+        if state.seat.mesh.model_ranks == 1:
+            return weights_sha256(state.weights())
+        groups = self._adapter.groups(self._adapter.group_id)
+        weights = self._framework.joined_weights(state, groups)
+        if groups.stages is None:
+            return weights_sha256(weights)
+        return stage_weights_sha256(
+            weights, shapes=state.weight_shapes, stage_of=state.part_of_weights, stages=groups.stages
+        )
 
     def _evaluate(self, request: EvaluatePairs) -> PairsEvaluated:
         standing = self._adapter.standing()
         if request.step != standing.step or standing.half_updated or standing.prepared_step >= 0:
             raise RefusedError(f"expected to evaluate the committed step {standing.step}, got {request.step}")
         correct = self._framework.score_pairs(
-            self._state, self._pairs.block, first=request.first, count=request.count
+            self._state,
+            self._pairs.block,
+            first=request.first,
+            count=request.count,
+            groups=self._adapter.groups(self._adapter.group_id)
+            if self._state.seat.mesh.model_ranks > 1
+            else None,
+            check=self._check,
         )
         return PairsEvaluated(request.step, request.first, tuple(correct))
 
@@ -449,7 +480,7 @@ class ModelWorker:
             )
         held = self._state.hold_committed()
         others = None
-        if held.seat.shards > 1:
+        if not held.seat.is_whole:
             others = BoxWriters(
                 self._request,
                 process=self._shell.process,
@@ -469,9 +500,11 @@ class ModelWorker:
     def _model_files(self, held: HeldState, others: BoxWriters | None) -> Iterator[tuple[str, FileContent]]:
         """Files of a Hugging Face folder: the committed weights and their tokenizer."""
         origin = self._config.model.path
-        weights = held.weights
-        if others is not None:
-            weights = stored_weights(others.folder, shapes=self._state.weight_shapes)
+        shapes = self._state.weight_shapes
+        if others is None:
+            weights = join_all(held.weights, shapes=shapes)
+        else:
+            weights = stored_weights(others.folder, shapes=shapes)
         yield from folder_files(
             weights,
             config=self._state.config,
@@ -504,7 +537,7 @@ class ModelWorker:
         if len(agents) == 1:
             return
         seat = self._state.seat
-        same = [name for name in self._adapter.ranks if seat_of(name, shards=seat.shards) == seat]
+        same = [name for name in self._adapter.ranks if seat_of(name, seat.mesh) == seat]
         agent = choose_agent(
             is_first=same[:1] in ([], [self._shell.process]),
             host=self._host,

@@ -7,13 +7,16 @@ got. Torch is imported only where tensors are converted to bytes or back.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
 
 from kintsugi.errors import DataDamaged, IntegrityError
 from kintsugi.model.arrays import Array, dtype_name, is_on_accelerator, is_tensor, view_of
+from kintsugi.model.tensor_slices import SliceName, extent
 from kintsugi.runtime.digests import PIECE_SLICE_BYTES, piece_digest, piece_digest_of
 from kintsugi.types import Piece, PieceKind, WeightManifest
 
@@ -49,25 +52,32 @@ def describe_pieces(
     *,
     mesh: Mapping[str, int],
     into: memoryview | None = None,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> list[Piece]:
-    """Describe the tensors of `named` at these locations (name, offset and size), as `layout` returns them."""
+    """Describe the tensors of `named` at these locations (name, offset and size), as `layout` returns them. Of slices
+    (`model/tensor_slices.py`) `shapes` has those of the whole tensors."""
     places = list(places)
     tensors = [named[name] for name, _, _ in places]
     targets = [None if into is None else into[offset : offset + size] for _, offset, size in places]
+    slices = [SliceName.parse(name) for name, _, _ in places]
+    whole = [
+        shapes[each.name] if each.count > 1 else tuple(tensor.shape)
+        for each, tensor in zip(slices, tensors, strict=True)
+    ]
     return [
         Piece(
-            name=name,
+            name=where.name,
             dtype=dtype_name(tensor),
-            shape=tuple(tensor.shape),
-            slice=tuple((0, extent) for extent in tensor.shape),
+            shape=shape,
+            slice=extent(where, shape),
             mesh=dict(mesh),
             kind=PieceKind.FULL,
             offset=offset,
             size=size,
             digest=digest,
         )
-        for (name, offset, size), tensor, digest in zip(
-            places, tensors, _copies_digested(tensors, targets), strict=True
+        for (_, offset, size), where, shape, tensor, digest in zip(
+            places, slices, whole, tensors, _copies_digested(tensors, targets), strict=True
         )
     ]
 
@@ -97,10 +107,11 @@ def manifest_of(pieces: Iterable[Piece], *, version: int, step: int) -> WeightMa
 
 
 def digest_of(pieces: Iterable[Piece]) -> str:
-    """Digest of a version: xxh3-64 over its pieces' names and digests, so that no byte is digested twice."""
+    """Digest of a version: xxh3-64 over its pieces' names, slices and digests, so that no byte is digested twice."""
     whole = xxhash.xxh3_64()
     for piece in pieces:
-        whole.update(f"{piece.name}:{piece.digest}\n".encode())
+        part = "" if is_whole(piece) else str(piece.slice)
+        whole.update(f"{piece.name}{part}:{piece.digest}\n".encode())
     return whole.hexdigest()
 
 
@@ -158,10 +169,11 @@ def check_whole(manifest: WeightManifest, *, source: str, origin: str = "") -> N
 
 
 def tensor_views(manifest: WeightManifest, buffer: memoryview) -> dict[str, Tensor]:
-    """The tensors as views into the (writable) buffer; the engine copies them."""
+    """The tensors as views into the (writable) buffer, or as copies where they were published in slices; the engine
+    copies them."""
     import torch
 
-    views = {}
+    views: dict[str, Tensor] = {}
     for piece in manifest.pieces:
         assert piece.kind is PieceKind.FULL, f"{piece.name} is a {piece.kind.value} piece"
         dtype = getattr(torch, piece.dtype)
@@ -169,8 +181,22 @@ def tensor_views(manifest: WeightManifest, buffer: memoryview) -> dict[str, Tens
             views[piece.name] = torch.empty(piece.shape, dtype=dtype)
             continue
         flat = torch.frombuffer(buffer, dtype=dtype, count=piece.size // dtype.itemsize, offset=piece.offset)
-        views[piece.name] = flat.view(piece.shape)
+        if is_whole(piece):
+            views[piece.name] = flat.view(piece.shape)
+            continue
+        target = views.setdefault(piece.name, torch.empty(piece.shape, dtype=dtype))
+        own = target[tuple(slice(*each) for each in piece.slice)]
+        own.copy_(flat.view(own.shape))
     return views
+
+
+def is_whole(piece: Piece) -> bool:
+    """Whether it is a whole tensor."""
+    return all(stop - start == size for (start, stop), size in zip(piece.slice, piece.shape, strict=True))
+
+
+def num_elements(piece: Piece) -> int:
+    return math.prod(stop - start for start, stop in piece.slice)
 
 
 def weights_sha256(named: Mapping[str, Array]) -> str:
@@ -200,9 +226,22 @@ def aligned(size: int) -> int:
 
 
 def layout(named: Mapping[str, Array]) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, size) in the order of names."""
+    """(name, offset, size) in the order of names, and of slices."""
+    return _in_order({name: array.nbytes for name, array in named.items()})
+
+
+def layout_of(shapes: Mapping[str, tuple[int, ...]], *, itemsize: int) -> Iterator[tuple[str, int, int]]:
+    """Layout of weights that may be elsewhere, all of one type."""
+    return _in_order({name: itemsize * math.prod(shape) for name, shape in shapes.items()})
+
+
+def _order(name: str) -> tuple[str, int]:
+    where = SliceName.parse(name)
+    return where.name, where.index
+
+
+def _in_order(sizes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
     offset = 0
-    for name in sorted(named):
-        size = named[name].nbytes
-        yield name, offset, size
-        offset += aligned(size)
+    for name in sorted(sizes, key=_order):
+        yield name, offset, sizes[name]
+        offset += aligned(sizes[name])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from kintsugi.bulk.exports import ViewExport
@@ -19,7 +20,7 @@ from kintsugi.protocol.weights import FetchWeights, Publish, WeightsFetched
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.telemetry.events import Alert, Event
 from kintsugi.types import FolderSource, Piece, SegmentSource, StreamSource, WeightManifest, WeightSource
-from kintsugi.weights.manifest import describe_pieces, layout, layout_size, manifest_of, tensor_bytes
+from kintsugi.weights.manifest import describe_pieces, layout, manifest_of, tensor_bytes
 from kintsugi.weights.transports.disk import remove_folders, write_folder
 from kintsugi.weights.transports.shared_memory import (
     VERSIONS_KEPT,
@@ -120,8 +121,12 @@ class Publisher:
         order: Publish,
         *,
         mesh: Mapping[str, int] = WHOLE_MODEL,
+        places: Sequence[tuple[str, int, int]] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> tuple[WeightManifest, tuple[WeightSource, ...]]:
-        """Copy the weights and describe them; the model may change as soon as this returns.
+        """Copy the weights and describe them; the model may change as soon as this returns. `places`: the layout of all
+        weights, where these are the share of this rank. `shapes` are those of whole weights, of which these may be
+        slices.
 
         Versions from this one on, which a rollback may have left, are withdrawn first.
         """
@@ -132,7 +137,9 @@ class Publisher:
         if self._device is not None and "in_place" in order.transports:
             named, source = self._device.hold(named, version=version)
             sources.append(source)
-        version_layout, is_shared = self._copy_version(named, order, mesh=mesh, is_held=bool(sources))
+        version_layout, is_shared = self._copy_version(
+            named, order, mesh=mesh, is_held=bool(sources), places=places, shapes=shapes
+        )
         self._versions[version] = version_layout
         for transport in self._transports:
             if transport.name in order.transports:
@@ -144,19 +151,34 @@ class Publisher:
         return version_layout.manifest, (*sources, StreamSource(self._process))
 
     def _copy_version(
-        self, named: Mapping[str, Array], order: Publish, *, mesh: Mapping[str, int], is_held: bool
+        self,
+        named: Mapping[str, Array],
+        order: Publish,
+        *,
+        mesh: Mapping[str, int],
+        is_held: bool,
+        places: Sequence[tuple[str, int, int]] | None,
+        shapes: Mapping[str, tuple[int, ...]],
     ) -> tuple[VersionLayout, bool]:
         """Copy and digest a version; also return whether servers of this host may read it in place. Weights that the
         accelerator holds, and that no other transport needs, are only digested."""
         index, count = order.share
-        chosen = share_of([size for _, _, size in layout(named)], index=index, count=count)
+        if places is None:
+            whole = list(layout(named))
+            chosen = share_of([size for _, _, size in whole], index=index, count=count)
+        else:
+            whole = list(places)
+            chosen = frozenset(number for number, (name, _, _) in enumerate(whole) if name in named)
+        total = max(1, *(offset + size for _, offset, size in whole))
         buffer, descriptor = None, None
         if not (is_held and order.transports == ("in_place",)):
-            buffer, descriptor = self._memory(order.version, size=max(1, layout_size(named)))
+            buffer, descriptor = self._memory(order.version, size=total)
         try:
-            places = {number: place for number, place in enumerate(layout(named)) if number in chosen}
-            found = describe_pieces(named, places.values(), mesh={**mesh, "dp": index}, into=buffer)
-            pieces = dict(zip(places, found, strict=True))
+            own = {number: place for number, place in enumerate(whole) if number in chosen}
+            found = describe_pieces(
+                named, own.values(), mesh={**mesh, "dp": index}, into=buffer, shapes=shapes
+            )
+            pieces = dict(zip(own, found, strict=True))
         finally:
             if descriptor is not None:
                 unlock(descriptor)
@@ -167,7 +189,7 @@ class Publisher:
             pieces,
             buffer,
             tensors=named if buffer is None else {},
-            size=max(1, layout_size(named)),
+            size=total,
             segment=self._segment(order.version) if is_whole else "",
         )
         return self._offered(version_layout), is_whole and "shared_memory" in order.transports

@@ -8,15 +8,17 @@ reason.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from kintsugi.config.schema import Transport
 from kintsugi.errors import IntegrityError
+from kintsugi.model.tensor_slices import Extent
 from kintsugi.protocol.weights import Publish, Published
 from kintsugi.types import Piece, StreamSource
-from kintsugi.weights.manifest import aligned, manifest_of
+from kintsugi.weights.manifest import aligned, is_whole, manifest_of, num_elements
 
 NO_CHIP = "cpu"
 """Identity of the accelerator of a process that has none."""
@@ -89,30 +91,34 @@ def plan(
     agents: Mapping[str, str],
     version: int,
     step: int,
+    parts: Sequence[ProcessLocation] = (),
 ) -> PublicationPlan:
     """Decide what each rank publishes. `agents` are the hosts' agents, by host.
 
     When all servers stream, every rank publishes a share, and all upload in parallel. Otherwise the first rank of every
-    host publishes the whole version to near servers, and the first rank of all uploads it for the others.
+    host publishes the whole version to near servers, and the first rank of all uploads it for the others. `parts`:
+    ranks that hold one model together, each a part of it; then these upload their parts.
     """
+    if parts:
+        cut = TransportChoice("stream", f"each of {len(parts)} ranks has a part of the weights")
+        meta_server = agents.get(parts[0].host) or next(iter(agents.values()), "")
+        return _shares(
+            parts,
+            choices={server.process: cut for server in servers},
+            chain=_chain(servers, agents=agents, meta_server=meta_server),
+            meta_server=meta_server,
+            version=version,
+            step=step,
+        )
     choices = {server.process: choose(wanted, ranks=ranks, server=server) for server in servers}
     used_transports = {choice.transport for choice in choices.values()}
     meta_server = agents.get(ranks[0].host, "") if "stream" in used_transports else ""
-    hosts = {server.host for server in servers if choices[server.process].transport == "stream"}
-    chain = tuple(sorted({agents[host] for host in hosts if host in agents} - {meta_server}))
+    streaming = [server for server in servers if choices[server.process].transport == "stream"]
+    chain = _chain(streaming, agents=agents, meta_server=meta_server)
     if used_transports == {"stream"} and meta_server:
-        orders = {
-            rank.process: Publish(
-                version,
-                step,
-                transports=("stream",),
-                share=(index, len(ranks)),
-                meta_server=meta_server,
-                chain=chain,
-            )
-            for index, rank in enumerate(ranks)
-        }
-        return PublicationPlan(orders, choices)
+        return _shares(
+            ranks, choices=choices, chain=chain, meta_server=meta_server, version=version, step=step
+        )
     broadcast_to = tuple(name for name, choice in choices.items() if choice.transport == "collective")
     publishers = {rank.host: rank for rank in reversed(ranks)}
     orders = {}
@@ -134,6 +140,38 @@ def plan(
                 chain=chain if is_first else (),
                 servers=broadcast_to if is_first else (),
             )
+    return PublicationPlan(orders, choices)
+
+
+def _chain(
+    servers: Sequence[ProcessLocation], *, agents: Mapping[str, str], meta_server: str
+) -> tuple[str, ...]:
+    """Agents of the other hosts with servers that stream."""
+    hosts = {server.host for server in servers}
+    return tuple(sorted({agents[host] for host in hosts if host in agents} - {meta_server}))
+
+
+def _shares(
+    ranks: Sequence[ProcessLocation],
+    *,
+    choices: dict[str, TransportChoice],
+    chain: tuple[str, ...],
+    meta_server: str,
+    version: int,
+    step: int,
+) -> PublicationPlan:
+    """Every rank publishes a share, and all upload in parallel."""
+    orders = {
+        rank.process: Publish(
+            version,
+            step,
+            transports=("stream",),
+            share=(index, len(ranks)),
+            meta_server=meta_server,
+            chain=chain,
+        )
+        for index, rank in enumerate(ranks)
+    }
     return PublicationPlan(orders, choices)
 
 
@@ -183,27 +221,32 @@ def _is_shared(published: Mapping[str, Published]) -> bool:
 
 
 def _join_shares(published: Mapping[str, Published]) -> Published:
-    pieces: dict[str, Piece] = {}
+    pieces: dict[tuple[str, Extent], Piece] = {}
     meta_servers: list[str] = []
     chain: tuple[str, ...] = ()
     for rank, each in published.items():
         for piece in each.manifest.pieces:
-            if piece.name in pieces:
+            key = piece.name, piece.slice
+            if key in pieces:
                 raise IntegrityError(f"{rank} published {piece.name}, which another rank published as well")
-            pieces[piece.name] = piece
+            pieces[key] = piece
         streams = [source for source in each.sources if isinstance(source, StreamSource)]
         meta_servers += [source.process for source in streams if source.owners]
         chain = next((source.chain for source in streams if source.owners), chain)
     end = 0
-    for name in sorted(pieces):
-        if pieces[name].offset != end:
+    for key in sorted(pieces):
+        if pieces[key].offset != end:
             raise IntegrityError(
-                f"of version {each.manifest.version} something before {name} was not published"
+                f"of version {each.manifest.version} something before {key[0]} was not published"
             )
-        end += aligned(pieces[name].size)
+        end += aligned(pieces[key].size)
     if len(meta_servers) != len(published) or len(set(meta_servers)) != 1:
         raise IntegrityError(f"expected all shares at one meta-server, got {meta_servers}")
+    for name in {piece.name for piece in pieces.values() if not is_whole(piece)}:
+        slices = [piece for piece in pieces.values() if piece.name == name]
+        if sum(map(num_elements, slices)) != math.prod(slices[0].shape):
+            raise IntegrityError(f"of version {each.manifest.version} a slice of {name} was not published")
     joined = manifest_of(
-        [pieces[name] for name in sorted(pieces)], version=each.manifest.version, step=each.manifest.step
+        [pieces[key] for key in sorted(pieces)], version=each.manifest.version, step=each.manifest.step
     )
     return Published(joined, (StreamSource(meta_servers[0], owners=tuple(published), chain=chain),))

@@ -33,19 +33,24 @@ LONGEST_S = 300.0
 """Runs of four ranks on two busy cores take a minute; this only bounds a broken one."""
 
 
-def layout(ranks: int, shards: int) -> tuple[str, ...]:
-    return f"actor.workers={ranks}", f"actor.layout.shards={shards}", PARTS
+def layout(ranks: int, shards: int, stages: int = 1) -> tuple[str, ...]:
+    return (
+        f"actor.workers={ranks}",
+        f"actor.layout.shards={shards}",
+        f"actor.layout.stages={stages}",
+        PARTS,
+    )
 
 
-def undisturbed(run: Run, *, ranks: int, shards: int) -> None:
+def undisturbed(run: Run, *, ranks: int, shards: int, stages: int = 1) -> None:
     run.longest_s = LONGEST_S
-    run.start(*layout(ranks, shards))
+    run.start(*layout(ranks, shards, stages))
     run.finish()
 
 
-def kill_ranks(run: Run, *lost: str, ranks: int, shards: int) -> None:
+def kill_ranks(run: Run, *lost: str, ranks: int, shards: int, stages: int = 1) -> None:
     run.longest_s = LONGEST_S
-    run.start(*layout(ranks, shards), gates=(KILLED_AT,))
+    run.start(*layout(ranks, shards, stages), gates=(KILLED_AT,))
     run.wait_at(KILLED_AT)
     for rank in lost:
         run.kill(rank)
@@ -53,17 +58,17 @@ def kill_ranks(run: Run, *lost: str, ranks: int, shards: int) -> None:
     run.finish()
 
 
-def resume_with(run: Run, *, shards: int) -> None:
-    """Stop a run of four shards after the checkpoint of step 4, and resume it with another number."""
+def resume_with(run: Run, *changes: str, begun: tuple[str, ...]) -> None:
+    """Stop a run after the checkpoint of step 4, and resume it with another layout."""
     run.longest_s = LONGEST_S
-    run.start(*layout(4, 4), gates=(KILLED_AT,))
+    run.start(*begun, gates=(KILLED_AT,))
     run.wait_at(KILLED_AT)
     run.kill_launchers()
     run.end()
     run.assert_nothing_left(timeout_s=60.0)
     (run.gates / str(KILLED_AT)).unlink()
     (run.gates / f"{KILLED_AT}.reached").unlink(missing_ok=True)
-    run.launcher = run.command("resume", str(run.run_dir), f"actor.layout.shards={shards}")
+    run.launcher = run.command("resume", str(run.run_dir), *changes)
     run.finish()
 
 
@@ -115,17 +120,48 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "a host lost": lose_a_host,
     "smaller by one": partial(lose_ranks_for_a_while, lost=("model-1",)),
     "smaller by two": partial(lose_ranks_for_a_while, lost=("model-1", "model-2")),
-    "resumed with one": partial(resume_with, shards=1),
-    "resumed with two": partial(resume_with, shards=2),
+    "resumed with one": partial(
+        lambda run, **of: resume_with(run, "actor.layout.shards=1", **of), begun=layout(4, 4)
+    ),
+    "resumed with two": partial(
+        lambda run, **of: resume_with(run, "actor.layout.shards=2", **of), begun=layout(4, 4)
+    ),
+    "two stages": partial(undisturbed, ranks=2, shards=1, stages=2),
+    "two pipelines": partial(undisturbed, ranks=4, shards=1, stages=2),
+    "stages of shards": partial(undisturbed, ranks=4, shards=2, stages=2),
+    "a stage killed": partial(
+        lambda run, **of: kill_ranks(run, "model-1", **of), ranks=2, shards=1, stages=2
+    ),
+    "the first stage killed": partial(
+        lambda run, **of: kill_ranks(run, "model-0", **of), ranks=4, shards=1, stages=2
+    ),
+    "stages resumed with one": partial(
+        lambda run, **of: resume_with(run, "actor.layout.stages=1", **of), begun=layout(2, 1, 2)
+    ),
+    "stages resumed with shards": partial(
+        lambda run, **of: resume_with(run, "actor.layout.stages=1", "actor.layout.shards=2", **of),
+        begun=layout(2, 1, 2),
+    ),
+    "shards resumed with stages": partial(
+        lambda run, **of: resume_with(run, "actor.layout.stages=2", "actor.layout.shards=1", **of),
+        begun=layout(2, 2),
+    ),
 }
 LOST = {
     "a shard killed": {"model-2"},
     "a replica killed": {"model-1"},
     "two shards killed": {"model-0", "model-3"},
+    "a stage killed": {"model-1"},
+    "the first stage killed": {"model-0"},
     "a host lost": {"model-2", "model-3"},
     "smaller by one": {"model-1"},
     "smaller by two": {"model-1", "model-2"},
 }
+TWINS = {
+    "a stage killed": "two stages",
+    "the first stage killed": "two pipelines",
+}
+"""Undisturbed runs with the same layout, where it has stages."""
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +188,7 @@ def test_only_the_lost_ranks_are_replaced_and_every_step_has_the_state_of_the_tw
     assert again == ranks or name == "a host lost", joined
     assert not any(isinstance(fact, RolledBack) for fact in run.facts), "no step is lost"
     assert any(isinstance(fact, IncidentClosed) for fact in run.facts), "the kill was an incident"
-    twin = run_of("four shards" if "shard" in name else "two by two")
+    twin = run_of(TWINS.get(name, "four shards" if "shard" in name else "two by two"))
     assert digests(run) == digests(twin)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -305,7 +306,8 @@ def test_a_run_that_reaches_its_time_limit_is_queued_again_and_resumes_by_itself
     cluster.slurm("scontrol", "update", f"jobid={job}", f"timelimit={minutes}")
     output = finish(command)
     restarts = cluster.slurm("scontrol", "show", "job", job)
-    assert "Restarts=1" in restarts and "JobState=COMPLETED" in restarts, restarts
+    # A busy machine may need more than one further job.
+    assert re.search(r"Restarts=[1-9]", restarts) and "JobState=COMPLETED" in restarts, restarts
     assert "it is queued again and resumes by itself" in output
     assert weights_of(run_dir) == weights_of_one_machine
     cluster.assert_nothing_left()

@@ -79,6 +79,7 @@ def test_three_hosts_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any(
     machines.assert_nothing_left()
 
 
+@pytest.mark.hosts
 def test_a_killed_agent_and_a_link_that_is_cut_for_five_seconds_change_no_bit(
     machines: SshHosts, weights_of_one_machine: str
 ) -> None:

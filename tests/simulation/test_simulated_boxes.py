@@ -100,5 +100,5 @@ def test_a_master_that_takes_every_rank_for_a_holder_of_every_box_is_found(
 ) -> None:
     runner = Runner(shards=2)
     assert all(runner.run(seed).violations == [] for seed in range(3))
-    monkeypatch.setattr(rank_protocol, "seat_of", lambda process, *, shards: WHOLE)
+    monkeypatch.setattr(rank_protocol, "seat_of", lambda process, mesh: WHOLE)
     assert any(runner.run(seed).violations for seed in range(3))

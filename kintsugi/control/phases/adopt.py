@@ -18,7 +18,7 @@ from kintsugi.control.due import carried_stage
 from kintsugi.control.pending import PendingRequests
 from kintsugi.control.phases.table import RUNNING, PhaseReport, PhaseResult
 from kintsugi.control.processes import ProcessManager
-from kintsugi.model.seats import digest_of_box, seat_of
+from kintsugi.model.seats import Mesh, digest_of_box, mesh_of, seat_of
 from kintsugi.protocol.recovery import AskStanding, RankStanding
 from kintsugi.protocol.training import CommitStep
 from kintsugi.types import Role
@@ -49,7 +49,7 @@ class JournaledStep(msgspec.Struct, frozen=True):
     """Stage that the next step belongs to."""
     has_batch: bool
     """Whether the batch of the next step is formed."""
-    shards: int = 1
+    mesh: Mesh = Mesh()
     """Parts into which the state is cut."""
 
 
@@ -101,7 +101,7 @@ class AdoptPhase:
             carried_stage(self._config, step=state.step).name,
             next_stage(self._config, step=state.step).name,
             has_batch=bool(state.ledger.in_batch(state.step + 1)),
-            shards=self._config.actor.layout.shards,
+            mesh=mesh_of(self._config.actor.layout),
         )
 
     def _continue(self) -> PhaseReport:
@@ -135,7 +135,8 @@ def find_group(standings: Mapping[str, RankStanding], *, journal: JournaledStep)
     begun = [standing.blocks for standing in standings.values() if standing.call_step > journal.step]
     if len(set(begun)) > 1:
         return "the ranks have begun the step with different shards"
-    blocks = (begun[0] or tuple(range(len(ranks)))) if begun else None
+    num_blocks = len(ranks) // journal.mesh.model_ranks
+    blocks = (begun[0] or tuple(range(num_blocks))) if begun else None
     return AdoptedGroup(ranks, ready.generation, ready.stage, tuple(behind), blocks)
 
 
@@ -150,7 +151,7 @@ def _why_not(rank: str, standing: RankStanding, *, journal: JournaledStep) -> st
     if ready.stage not in (journal.stage, journal.next_stage):
         return f"carries stage {ready.stage!r}, the journal {journal.stage!r}"
     is_comparable = ready.step == journal.step and ready.stage == journal.stage
-    committed = digest_of_box(journal.digest, seat_of(rank, shards=journal.shards))
+    committed = digest_of_box(journal.digest, seat_of(rank, journal.mesh))
     if is_comparable and committed not in ("", ready.state_digest):
         return f"has state {ready.state_digest} of step {ready.step}, committed was {committed}"
     is_ahead = max(standing.call_step, ready.prepared_step) > journal.step

@@ -13,6 +13,7 @@ from kintsugi.control.pending import PendingRequests
 from kintsugi.control.phases.table import DONE, RUNNING, PhaseReport, PhaseResult
 from kintsugi.control.protocol import Raise, RecordEvaluation
 from kintsugi.journal.facts import EvaluationDone
+from kintsugi.model.seats import mesh_of
 from kintsugi.protocol.training import EvaluatePairs, PairsEvaluated
 from kintsugi.samples.sharding import shards_of_rank
 from kintsugi.telemetry.eval_stats import summarize
@@ -33,6 +34,8 @@ class EvaluatePhase:
         self._config, self._num_problems = config, num_problems
         self._decision, self._pending, self._dispatch = decision, pending, dispatch
         self._asked: dict[str, EvaluatePairs] = {}
+        self._answering: set[str] = set()
+        """Ranks that know the scores: of a model that is cut over ranks the last stage."""
 
     def begin(self, now: float, *, ranks: Sequence[str]) -> PhaseReport:
         state, count = self._decision.state, self._num_problems
@@ -62,9 +65,17 @@ class EvaluatePhase:
     def _ask_ranks(self, ranks: Sequence[str], now: float) -> None:
         """Request a share of the pairs from each rank. After the loss of a rank all pairs are requested again: ranking
         is quick, and the shares may have changed."""
+        mesh = mesh_of(self._config.actor.layout)
+        parts = len(ranks) // mesh.model_ranks
         shares = [
-            shards_of_rank(self._num_problems, rank=rank, world_size=len(ranks)) for rank in range(len(ranks))
+            shards_of_rank(self._num_problems, rank=mesh.data_index(rank), world_size=parts)
+            for rank in range(len(ranks))
         ]
+        self._answering = {
+            rank
+            for number, rank in enumerate(ranks)
+            if mesh.seat(number).is_last and not mesh.seat(number).tensor
+        }
         self._asked = {
             rank: EvaluatePairs(self._decision.state.step, share.start, len(share))
             for rank, share in zip(ranks, shares, strict=True)
@@ -76,6 +87,8 @@ class EvaluatePhase:
         """Take the result of the held-out pairs once every rank has answered."""
         correct: list[bool] = []
         for rank, asked in self._asked.items():
+            if rank not in self._answering:
+                continue
             answer = self._pending.answers[rank]
             assert isinstance(answer, PairsEvaluated)
             expected = (asked.step, asked.first, asked.count)

@@ -18,6 +18,7 @@ from kintsugi.control.processes import ProcessManager
 from kintsugi.control.suspicion import CHIP
 from kintsugi.errors import DeadlineExceeded, Fault, IntegrityError, ProcessDied, root_first
 from kintsugi.journal.facts import VersionCurrent
+from kintsugi.model.seats import mesh_of
 from kintsugi.protocol.weights import LoadWeights, Published, WeightsLoaded
 from kintsugi.runtime.backoff import growing_pause
 from kintsugi.types import Role
@@ -93,12 +94,18 @@ class PublishPhase:
             agents={members.members[agent].host: agent for agent in members.live(Role.AGENT)},
             version=state.step,
             step=state.step,
+            parts=[self._place(rank) for rank in self._parts()],
         )
         if way.reason != self._way:
             self._way = way.reason
             self._decision.explain(f"weights go to {way.reason}")
         self._pending.ask_all(way.orders, now)
         return RUNNING
+
+    def _parts(self) -> list[str]:
+        """Ranks of the first model, where each has a part of its weights."""
+        mesh = mesh_of(self._config.actor.layout)
+        return list(self._ranks[: mesh.model_ranks]) if mesh.model_ranks > 1 else []
 
     def _place(self, process: str) -> ProcessLocation:
         member = self._decision.state.members.members[process]

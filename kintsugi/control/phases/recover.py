@@ -32,7 +32,7 @@ from kintsugi.errors import (
     root_first,
 )
 from kintsugi.journal.facts import FaultNoted, IncidentClosed, IncidentOpened, RolledBack, StrategyChosen
-from kintsugi.model.seats import seat_of, without_holder
+from kintsugi.model.seats import mesh_of, seat_of, without_holder
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import RebuildGroup
 from kintsugi.protocol.training import Save
@@ -286,7 +286,7 @@ class RecoveryCoordinator:
             self._decision.add_effect(ShareBook())  # The rank may not have the addresses of the others yet.
             step, living = self._decision.state.step, self._decision.state.members.live(Role.MODEL)
             holders = [rank for rank in living if self.protocol.holds(rank, step)]
-            has_all = not without_holder(holders, shards=self._config.actor.layout.shards)
+            has_all = not without_holder(holders, mesh_of(self._config.actor.layout))
             if incident.repairs >= REPAIR_ATTEMPTS and not has_all:
                 if not self._send_home([rank for rank in living if rank not in holders], fault, now):
                     self._fall_back(fault, now)
@@ -380,7 +380,7 @@ class RecoveryCoordinator:
         incident: their agents were away when the ranks were placed. Return whether there are any."""
         incident, state = self._incidents.current, self._decision.state
         assert incident is not None
-        if self._config.actor.layout.shards == 1:
+        if self._config.actor.layout.boxes == 1:
             return False
         away = [
             rank
@@ -425,10 +425,14 @@ class RecoveryCoordinator:
         )
 
     def _uncovered(self) -> tuple[str, ...]:
-        """Return the parts of a state that is cut which no live rank is there to hold."""
-        shards = self._config.actor.layout.shards
+        """Return the parts of a state that is cut which no live rank is there to hold. Of a model that is cut into
+        stages every rank has to be there: others would compute other samples."""
+        mesh = mesh_of(self._config.actor.layout)
+        if mesh.model_ranks > 1:
+            missing = self._processes.missing(Role.MODEL)
+            return tuple(dict.fromkeys(seat_of(name, mesh).box for name in missing))
         living = self._decision.state.members.live(Role.MODEL)
-        return without_holder(living, shards=shards) if shards > 1 else ()
+        return without_holder(living, mesh) if mesh.boxes > 1 else ()
 
     def _view(self) -> RankSet:
         state = self._decision.state
@@ -446,19 +450,19 @@ class RecoveryCoordinator:
             stage=carried_stage(self._config, step=step).name,
             next_stage=next_stage(self._config, step=step).name,
             flow=next((members[n].capabilities.get("flow", Flow.ROLLBACK) for n in living), Flow.ROLLBACK),
-            shards=self._config.actor.layout.shards,
+            mesh=mesh_of(self._config.actor.layout),
         )
 
     def _sources(self, rank: str) -> tuple[str, ...]:
         """Return the places where a rank may find its state: snapshots of its host (its own first, then of ranks with
         the same part of the state), agents of other hosts, the checkpoint."""
-        members, shards = self._decision.state.members, self._config.actor.layout.shards
-        host, seat = members.members[rank].host, seat_of(rank, shards=shards)
+        members, mesh = self._decision.state.members, mesh_of(self._config.actor.layout)
+        host, seat = members.members[rank].host, seat_of(rank, mesh)
         here = [
             name
             for name, member in members.members.items()
             if member.role is Role.MODEL and member.host == host and name != rank
-            if seat_of(name, shards=shards) == seat
+            if seat_of(name, mesh) == seat
         ]
         snapshots = [f"snapshot:{name}" for name in (rank, *sorted(here))]
         # Where a rank with this box ran on another host, the copy is with the agent of this one.

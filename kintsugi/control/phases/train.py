@@ -26,6 +26,7 @@ from kintsugi.graph.advantages import batch_totals, initial_values, master_call
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.executor import GraphExecution
 from kintsugi.journal.facts import BatchFormed, StepCommitted
+from kintsugi.model.seats import mesh_of
 from kintsugi.protocol.sample_transfer import Routes
 from kintsugi.protocol.training import CallDone, RunCall
 from kintsugi.types import LogicalShard, Role, SampleMeta, ShardItem
@@ -47,7 +48,9 @@ class TrainPhase:
         self._stage: Stage | None = None
         self._generation = 0
         self._blocks: tuple[int, ...] | None = None
-        self._plane = TransferPlanner(bytes_per_s=config.cluster.bandwidth.samples)
+        self._plane = TransferPlanner(
+            bytes_per_s=config.cluster.bandwidth.samples, model_ranks=config.actor.layout.model_ranks
+        )
         self.batch: tuple[SampleMeta, ...] = ()
 
     def begin(
@@ -82,7 +85,7 @@ class TrainPhase:
             compute=lambda interface, items: master_call(stage, interface, items),
             keep_groups=stage.algorithm.name in LEARN_PAIRS,
             planner=self._plan,
-            boxes=self._config.actor.layout.shards,
+            mesh=mesh_of(self._config.actor.layout),
         )
         self._decision.explain(f"{len(items)} samples of {len(tickets)} groups")
         self._send_calls(now)

@@ -18,6 +18,7 @@ from kintsugi.model.folder_files import folder_files
 from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.model.tensor_file import content_pieces
 from kintsugi.protocol.training import CallDone, RunCall
+from kintsugi.training.group import Groups
 from kintsugi.training.initial_weights import load_model
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.packing import BatchSample, sample_of
@@ -89,7 +90,7 @@ class Trainer:
             shard.index: [sample_of(item, self._trajectories[item.key]) for item in shard.items]
             for shard in call.shards
         }
-        result = self._calls.run(call, shards, group=self._group)
+        result = self._calls.run(call, shards, groups=Groups.of(self._group))
         return CallDone(call.step, self._state.prepared_digest, result.metrics, result.timing, result.outputs)
 
     def commit(self, step: int) -> None:

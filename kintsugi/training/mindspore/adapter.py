@@ -22,8 +22,8 @@ from kintsugi.config.stages import Stage
 from kintsugi.errors import RefusedError
 from kintsugi.protocol.recovery import RebuildGroup
 from kintsugi.recovery.rank import Flow
-from kintsugi.training.group import Interruption
-from kintsugi.training.host_group import HostGroup, join_host_group
+from kintsugi.training.group import Groups, Interruption
+from kintsugi.training.host_group import join_host_group
 from kintsugi.training.mindspore.device import DeviceRuntime
 from kintsugi.training.mindspore.state import MindSporeState
 from kintsugi.training.rank_adapter import LoadState, RankAdapter
@@ -67,7 +67,7 @@ class MindSporeAdapter(RankAdapter):
     def rollback(self, step: int) -> None:
         raise RefusedError("a rank on MindSpore does not roll back: it is repaired from its snapshot")
 
-    def _join(self, request: RebuildGroup) -> HostGroup:
+    def _join(self, request: RebuildGroup) -> Groups:
         self._runtime.finalize_communication()
         self._runtime.reset()
         self._own_state.lose_device_memory()
@@ -81,7 +81,7 @@ class MindSporeAdapter(RankAdapter):
             interruption=self._interruption,
         )
         self._runtime.set_device()
-        return group
+        return Groups.of(group)
 
     def _known_numbers(self, numbers: list[float]) -> NDArray[np.float64]:
         return np.array(numbers, dtype=np.float64)

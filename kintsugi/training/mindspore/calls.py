@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from mindspore import Tensor, mint
@@ -12,7 +13,7 @@ from kintsugi.errors import DeviceError, Miscomputed
 from kintsugi.protocol.training import RunCall
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.training.calls import COMMON_SUMS, CallResult, Shards, TrainingCalls
-from kintsugi.training.group import Group
+from kintsugi.training.group import Groups
 from kintsugi.training.mindspore.losses import Floats, kl_estimate
 from kintsugi.training.mindspore.passes import MicroBatch, PolicyGradient, Supervised, logprobs_of
 from kintsugi.training.mindspore.state import MindSporeState
@@ -51,6 +52,17 @@ class MindSporeCalls(TrainingCalls):
         blocks = blocks_of(samples, in_order=self._deterministic, max_tokens=max_tokens, kept=kept)
         return [MicroBatch.of(block, self._state) for block in blocks]
 
+    def _contributions(
+        self,
+        batches: Mapping[int, Sequence[MicroBatch]],
+        *,
+        call: RunCall,
+        objective: Objective,
+        groups: Groups,
+        learns: bool,
+    ) -> Callable[[Sequence[MicroBatch]], Contribution]:
+        return partial(self._contribution, call=call, objective=objective, learns=learns)
+
     def _contribution(
         self, batches: Sequence[MicroBatch], *, call: RunCall, objective: Objective, learns: bool
     ) -> Contribution:
@@ -87,7 +99,7 @@ class MindSporeCalls(TrainingCalls):
                 detail=Miscomputed("known answer"),
             )
 
-    def _reference_inference(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _reference_inference(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Compute and cache the reference's log-probabilities. If the KL is subtracted from the reward of whole
         samples, return the sum of each sample's KL estimates."""
         stage = self._state.stage
@@ -113,7 +125,7 @@ class MindSporeCalls(TrainingCalls):
             result.outputs = {"reference_kl": divergences}
         return result
 
-    def _proximal_inference(self, call: RunCall, shards: Shards, group: Group) -> CallResult:
+    def _proximal_inference(self, call: RunCall, shards: Shards, groups: Groups) -> CallResult:
         """Compute and cache the log-probabilities under the weights before the first update of the step."""
         parameters, temperature = self._state.parameters, call.arguments["temperature"]
 

@@ -10,11 +10,12 @@ from kintsugi.config.schema import Config, ShareDevice
 from kintsugi.config.stages import Stage
 from kintsugi.device_lease.client import DeviceMemory
 from kintsugi.errors import RefusedError
+from kintsugi.model.arrays import Array
 from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
 from kintsugi.telemetry.events import Event
 from kintsugi.training.framework import Pair
-from kintsugi.training.group import Interruption
+from kintsugi.training.group import Groups, Interruption
 from kintsugi.training.host_weights import fill_initial
 from kintsugi.training.mindspore.adapter import MindSporeAdapter
 from kintsugi.training.mindspore.calls import MindSporeCalls
@@ -85,9 +86,20 @@ class MindSporeFramework:
         )
 
     def score_pairs(
-        self, state: RankState, block: Callable[[int], Sequence[Pair]], *, first: int, count: int
+        self,
+        state: RankState,
+        block: Callable[[int], Sequence[Pair]],
+        *,
+        first: int,
+        count: int,
+        groups: Groups | None,
+        check: Callable[[], None],
     ) -> list[bool]:
         raise RefusedError("MindSpore ranks train no reward model")
+
+    def joined_weights(self, state: RankState, groups: Groups) -> Mapping[str, Array]:
+        weights: Mapping[str, Array] = state.weights()
+        return weights
 
     def device_publisher(self, *, host: str) -> DevicePublisher | None:
         return None

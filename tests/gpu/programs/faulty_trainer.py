@@ -23,8 +23,8 @@ from kintsugi.lab.testbed.run import launch_for_a_lab
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.training import RunCall
 from kintsugi.training import worker
-from kintsugi.training.calls import CallResult, TrainingCalls
-from kintsugi.training.group import Group
+from kintsugi.training.calls import CallResult
+from kintsugi.training.group import Groups
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.packing import BatchSample
 from kintsugi.training.rank_state import RankState, Update
@@ -100,18 +100,18 @@ def main(bootstrap: Bootstrap) -> int:
     run, update = ModelCalls.run, TrainingState.update
 
     def noting(
-        self: TrainingCalls, call: RunCall, shards: Mapping[int, Sequence[BatchSample]], *, group: Group
+        self: ModelCalls, call: RunCall, shards: Mapping[int, Sequence[BatchSample]], *, groups: Groups
     ) -> CallResult:
         with (run_dir / MEMORY_FILE).open("ab") as file:
             file.write(msgspec.json.encode(MemoryTaken(call.step, memory_taken())) + b"\n")
-        return run(self, call, shards, group=group)
+        return run(self, call, shards, groups=groups)
 
     def breaking(
-        self: RankState, gradient: Tensor, *, part: str = "actor", group: Group | None = None
+        self: RankState, gradient: Tensor, *, part: str = "actor", groups: Groups | None = None
     ) -> Update:
         if self.committed_step + 1 == STEP and not (run_dir / DONE_FILE).exists():
             disturb(run_dir)
-        return update(self, gradient, part=part, group=group)
+        return update(self, gradient, part=part, groups=groups)
 
     if bootstrap.process == WITNESS:
         ModelCalls.run = noting  # type: ignore[method-assign]

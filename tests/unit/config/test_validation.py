@@ -393,6 +393,52 @@ def test_what_a_cut_state_does_not_allow_is_refused_by_name(
     assert all(part in message for part in parts), message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (("actor.workers=3",), ["`actor.layout.stages`", "a divisor of `actor.workers`=3", "got 2"]),
+        (
+            ("actor.workers=6", "actor.layout.shards=2"),
+            ["`actor.layout.shards`=2 × `actor.layout.stages`", "a divisor of `actor.workers`=6", "got 2"],
+        ),
+        (("actor.layout.stages=3", "actor.workers=3"), ["`actor.layout.stages`", "layers, 2", "got 3"]),
+        (
+            ("actor.layout.replicas=2",),
+            ["`actor.layout.replicas`", "expected 1 (", "`actor.layout.stages`=2"],
+        ),
+        (("actor.layout.tensors=2", "actor.workers=4"), ["`actor.layout.tensors`", "not possible yet"]),
+        (
+            ("actor.logical_shards=3", "actor.workers=4"),
+            ["`actor.logical_shards`", "a multiple of 2", "got 3"],
+        ),
+        (("weights.transport=shared_memory",), ["`weights.transport`", "auto or stream", "shared_memory"]),
+        (("cluster.share_device=offload",), ["`actor.layout.stages`", "moves whole states"]),
+        (
+            ("algorithm.beta=0.1", "reference.moving_average=0.9"),
+            ["`actor.layout.stages`", "a reference that moves is not cut"],
+        ),
+    ],
+)
+def test_what_pipeline_stages_do_not_allow_is_refused_by_name(
+    overrides: tuple[str, ...], parts: list[str]
+) -> None:
+    message = refusal("actor.workers=2", "actor.layout.stages=2", *overrides)
+    assert all(part in message for part in parts), message
+
+
+def test_stages_are_valid_with_shards_and_replicas() -> None:
+    for workers, shards, replicas in ((2, 1, 1), (4, 1, 2), (4, 2, 1), (8, 2, "null")):
+        config = resolved(
+            f"actor.workers={workers}",
+            "actor.logical_shards=4",
+            f"actor.layout.shards={shards}",
+            "actor.layout.stages=2",
+            f"actor.layout.replicas={replicas}",
+        )
+        validate(config)
+        assert config.actor.data_parallel == workers // 2
+
+
 def test_a_cut_state_is_valid_with_as_many_parts_as_divide_the_workers() -> None:
     for workers, shards, replicas in ((4, 4, 1), (4, 2, 2), (4, 2, "null"), (3, 3, "null")):
         validate(

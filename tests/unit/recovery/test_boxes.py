@@ -10,7 +10,7 @@ from kintsugi.control.phases.adopt import AdoptedGroup, JournaledStep, find_grou
 from kintsugi.errors import Fault, IntegrityError, WorldError
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.executor import GraphExecution
-from kintsugi.model.seats import Seat, joined, seat_of, sources_of, without_holder
+from kintsugi.model.seats import Mesh, joined, seat_of, sources_of, without_holder
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import RankReady, RankStanding, Repair
 from kintsugi.protocol.training import CallDone, StartStage
@@ -28,7 +28,7 @@ class Cluster:
     """Ranks of two replicas of two boxes, and the protocol that recovers them."""
 
     def __init__(self, *, shards: int = 2) -> None:
-        self.shards = shards
+        self.mesh = Mesh(shards)
         self.snapshots: Snapshots = {}
         self.living = list(RANKS)
         self.adapters = {name: self._new(name) for name in RANKS}
@@ -38,7 +38,7 @@ class Cluster:
         self.repairs: dict[str, Repair] = {}
 
     def _new(self, name: str) -> ReplayAdapter:
-        box = seat_of(name, shards=self.shards).box
+        box = seat_of(name, self.mesh).box
         return ReplayAdapter(name, self.snapshots, flow=Flow.ROLLBACK, fetch=self._fetch, box=box)
 
     def _fetch(self, source: str, step: int) -> ReplaySnapshot:
@@ -55,7 +55,7 @@ class Cluster:
             digest=self.digest,
             stage="grpo",
             next_stage="grpo",
-            shards=self.shards,
+            mesh=self.mesh,
         )
 
     def start(self) -> Cluster:
@@ -66,7 +66,7 @@ class Cluster:
 
     def train(self, step: int) -> None:
         digests = {name: adapter.train(step, ["a", "b"]) for name, adapter in self.adapters.items()}
-        self.step, self.digest = step, joined(digests, shards=self.shards)
+        self.step, self.digest = step, joined(digests, self.mesh)
         for adapter in self.adapters.values():
             adapter.commit(step)
 
@@ -155,7 +155,7 @@ def standing(name: str, digest: str) -> RankStanding:
 
 
 def test_a_new_master_takes_over_ranks_whose_parts_make_up_the_committed_state() -> None:
-    journal = JournaledStep(3, "a.b", "grpo", "grpo", has_batch=False, shards=2)
+    journal = JournaledStep(3, "a.b", "grpo", "grpo", has_batch=False, mesh=Mesh(2))
     standings = {name: standing(name, "ab"[index % 2]) for index, name in enumerate(RANKS)}
     assert find_group(standings, journal=journal) == AdoptedGroup(RANKS, 2, "grpo", (), None)
     standings["model-3"] = standing("model-3", "a")
@@ -199,10 +199,11 @@ def test_a_group_becomes_smaller_only_while_each_part_has_a_rank(
 def test_a_rank_takes_the_parts_from_its_replica_where_it_is_whole(
     ranks: tuple[int, ...], shards: int, expected: list[list[int]]
 ) -> None:
-    names = [f"model-{rank}" for rank in ranks]
-    assert sources_of(names, shards=shards) == expected
-    assert without_holder(names, shards=shards) == ()
-    assert without_holder([], shards=shards) == tuple(Seat(shard, shards).box for shard in range(shards))
+    names = tuple(f"model-{rank}" for rank in ranks)
+    mesh = Mesh(shards)
+    assert sources_of(names, mesh) == expected
+    assert without_holder(names, mesh) == ()
+    assert without_holder([], mesh) == tuple(mesh.seat(shard).box for shard in range(shards))
 
 
 def answered(boxes: int, *digests: str) -> tuple[str | None, GraphExecution]:
@@ -216,7 +217,7 @@ def answered(boxes: int, *digests: str) -> tuple[str | None, GraphExecution]:
         workers={Role.MODEL: ranks},
         num_shards=4,
         compute=lambda interface, items: {},
-        boxes=boxes,
+        mesh=Mesh(boxes),
     )
     (call,) = {dispatch.call.name for dispatch in walk.ready(now=0.0)}
     problem: str | None = None

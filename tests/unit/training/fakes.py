@@ -24,7 +24,7 @@ from kintsugi.config.schema import (
 from kintsugi.config.stages import stages
 from kintsugi.errors import ProcessDied, RefusedError, WorldError, fault_of
 from kintsugi.model.plan import plan_companions, plan_model
-from kintsugi.model.seats import seat_of
+from kintsugi.model.seats import mesh_of, seat_of
 from kintsugi.model.tokenizer import Tokenizer
 from kintsugi.process.membership import ShuttingDown
 from kintsugi.process.shell import ReplyHandle
@@ -192,7 +192,7 @@ class Rank:
             companions=plan_companions(config),
             process=process,
             segments=segments,
-            seat=seat_of(process, shards=config.actor.layout.shards),
+            seat=seat_of(process, mesh_of(config.actor.layout)),
         )
         self.num_renewed = 0
         self.saves_beside = False

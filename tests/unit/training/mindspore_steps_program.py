@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -49,7 +50,9 @@ class Stored:
         self._arrays = {name: np.array(array) for name, array in arrays.items()}
         self.places = {place.name: place for place in TensorFile(self._arrays).places}
 
-    def read(self, into: Mapping[str, Any]) -> None:
+    def read(
+        self, into: Mapping[str, Any], *, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    ) -> None:
         for name, array in into.items():
             array[...] = self._arrays[name]
 
@@ -108,7 +111,7 @@ class Rank:
             for shard in call.shards
         }
         self.processor.admit(step)
-        self.calls.run(call, shards, group=self.adapter.group(call.generation))
+        self.calls.run(call, shards, groups=self.adapter.groups(call.generation))
         self.state.commit(step)
         return self.state.committed_digest
 

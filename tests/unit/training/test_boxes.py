@@ -10,7 +10,7 @@ from kintsugi.config.schema import ActorSection, CriticSection
 from kintsugi.config.stages import Stage
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.architecture import parameter_shapes
-from kintsugi.model.seats import Seat, digest_of_box, joined, replica_of, seat_of
+from kintsugi.model.seats import Mesh, Seat, digest_of_box, joined, replica_of, seat_of
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.training.boxes import Box
 from kintsugi.training.layout import ACTOR, ALIGNMENT, CRITIC, Layout, LayoutPart
@@ -83,20 +83,20 @@ def test_a_rank_of_four_shards_has_a_quarter_of_the_state() -> None:
 
 
 def test_a_seat_follows_from_the_name_of_the_process() -> None:
-    assert [seat_of(f"model-{index}", shards=2) for index in range(4)] == [
+    assert [seat_of(f"model-{index}", Mesh(2)) for index in range(4)] == [
         Seat(0, 2),
         Seat(1, 2),
         Seat(0, 2),
         Seat(1, 2),
     ]
-    assert [replica_of(f"model-{index}", shards=2) for index in range(4)] == [0, 0, 1, 1]
-    assert (seat_of("model-3", shards=1).box, seat_of("model-3", shards=2).box) == ("", "1/2")
+    assert [replica_of(f"model-{index}", Mesh(2)) for index in range(4)] == [0, 0, 1, 1]
+    assert (seat_of("model-3", Mesh(1)).box, seat_of("model-3", Mesh(2)).box) == ("", "1/2")
 
 
 def test_the_digest_of_the_state_is_that_of_its_boxes() -> None:
     held = {"model-0": "a", "model-1": "b", "model-2": "a", "model-3": "b"}
-    assert joined(held, shards=2) == "a.b"
-    assert joined({"model-0": "a", "model-1": "a"}, shards=1) == "a"
+    assert joined(held, Mesh(2)) == "a.b"
+    assert joined({"model-0": "a", "model-1": "a"}, Mesh(1)) == "a"
     assert digest_of_box("a.b", Seat(1, 2)) == "b"
     assert digest_of_box("a.b", Seat(1, 4)) == "", "the digest of another layout says nothing"
     assert digest_of_box("", Seat(0, 1)) == ""
@@ -180,7 +180,7 @@ def test_only_the_box_of_a_lost_rank_is_restored_and_the_bits_are_those_of_an_un
         model = Transformer(TINY)
         initialize(model, seed=3 if rank < 10 else 4)
         name = f"model-{rank % 10}"
-        return TrainingState(model, process=name, segments=segments, seat=seat_of(name, shards=boxes))
+        return TrainingState(model, process=name, segments=segments, seat=seat_of(name, Mesh(boxes)))
 
     def begin(rank: int, group: ProcessGroup) -> TrainingState:
         state = new_rank(rank)
@@ -229,7 +229,7 @@ def test_a_state_of_another_box_is_refused_and_changes_nothing() -> None:
         model = Transformer(TINY)
         initialize(model, seed=3)
         name = f"model-{rank}"
-        state = TrainingState(model, process=name, segments=segments, seat=seat_of(name, shards=2))
+        state = TrainingState(model, process=name, segments=segments, seat=seat_of(name, Mesh(2)))
         state.start_stage(stage, step=0)
         step_of(state, 1, rank=rank, group=group, stage=stage)
         return state

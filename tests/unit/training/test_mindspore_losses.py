@@ -17,6 +17,7 @@ from kintsugi.config.stages import stages
 from kintsugi.model.plan import plan_architecture
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.training.batch import pack
+from kintsugi.training.group import Groups
 from kintsugi.training.host_weights import initialize as initialize_host
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.objectives import PolicyGradient, Supervised, token_logprobs
@@ -24,6 +25,7 @@ from kintsugi.training.packing import sample_of
 from kintsugi.training.state import TrainingState
 from kintsugi.training.step_cache import StepCache
 from tests.cluster.mindspore_interpreter import PYTHON, needs_mindspore
+from tests.unit.training.test_model_calls import alone
 from tests.unit.training.world import CPU, new_batch
 
 PROGRAM = Path(__file__).with_name("mindspore_program.py")
@@ -84,9 +86,9 @@ def test_losses_gradients_and_logprobs_of_both_frameworks_agree(
     expected = objective.loss(batch, call)
     with torch.no_grad():
         logprobs, _ = token_logprobs(state.model, batch, temperature=1.0)
-    contribution = ModelCalls(state, deterministic=True)._contribution(
-        [batch], call=call, objective=objective, learns=True
-    )
+    contribution = ModelCalls(state, deterministic=True)._contributions(
+        {0: [batch]}, call=call, objective=objective, groups=Groups.of(alone()), learns=True
+    )([batch])
     views = state._layout.actor.views(contribution.gradient.clone())
     assert abs(float(found["loss"]) - float(expected.loss.detach())) < 1e-5
     assert np.abs(found["logprobs"] - logprobs.numpy()).max() < 1e-5

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kintsugi.config.schema import ActorSection
 from kintsugi.training.batch import cut
-from kintsugi.training.group import Group
+from kintsugi.training.group import Groups
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.objectives import Supervised
 from kintsugi.training.packing import sample_of
@@ -90,9 +90,9 @@ def test_the_model_that_was_loaded_leaves_no_memory_of_its_own(dtype: torch.dtyp
 class Recording(TrainingState):
     given: Tensor
 
-    def update(self, gradient: Tensor, *, part: str = "actor", group: Group | None = None) -> Update:
+    def update(self, gradient: Tensor, *, part: str = "actor", groups: Groups | None = None) -> Update:
         self.given = gradient
-        return super().update(gradient, part=part, group=group)
+        return super().update(gradient, part=part, groups=groups)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

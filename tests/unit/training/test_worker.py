@@ -233,12 +233,12 @@ def test_a_request_that_failed_leaves_nothing_of_what_it_used_to_the_collector(
     rank = Rank().start()
     used: list[weakref.ref[torch.Tensor]] = []
 
-    def broken(**_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         tensor = torch.ones(3)
         used.append(weakref.ref(tensor))
         raise GroupBroken("model-1 is gone")
 
-    monkeypatch.setattr(adapter_module, "join_group", broken)
+    monkeypatch.setattr(adapter_module, "join_groups", broken)
     assert "model-1 is gone" in rank.refusal(rebuild(2))
     assert [reference() for reference in used] == [None]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -27,18 +28,21 @@ from kintsugi.graph.algorithms import build_graph
 from kintsugi.model.architecture import ModelConfig, value_config
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.plan import Companions
-from kintsugi.model.seats import seat_of
+from kintsugi.model.seats import Mesh
 from kintsugi.model.tensor_file import TensorFile
+from kintsugi.model.tensor_slices import SliceName, view
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.protocol.training import RunCall
 from kintsugi.samples.sharding import logical_shards, shards_of_rank
 from kintsugi.training.calls import CallResult
-from kintsugi.training.group import Group
+from kintsugi.training.group import Groups
+from kintsugi.training.initial_weights import new_model
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.packing import sample_of
-from kintsugi.training.process_group import ProcessGroup, join_group
+from kintsugi.training.process_group import ProcessGroup, join_group, join_groups
 from kintsugi.training.rank_state import Update
 from kintsugi.training.state import TrainingState
+from kintsugi.training.tensor_row import tensor_group
 from kintsugi.transport import new_key_pair
 from kintsugi.transport.store import StoreServer
 from kintsugi.types import FinishReason, Role, ShardItem, Trajectory
@@ -77,6 +81,17 @@ def new_state(
     return state
 
 
+@torch.no_grad()
+def fill_from_seed(model: Transformer, *, seed: int) -> None:
+    """Initialise a model, or slices of it, as the whole model is."""
+    whole = Transformer(model.config, with_value_head=True, device=model.device)
+    initialize(whole, seed=seed)
+    named = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+    for name, parameter in model.named_parameters():
+        where = SliceName.parse(name)
+        parameter.copy_(view(named[where.name], where))
+
+
 class StoredTensors:
     """A state that is stored in tensors of the test."""
 
@@ -87,7 +102,9 @@ class StoredTensors:
         self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         self.places = {place.name: place for place in TensorFile(self._tensors).places}
 
-    def read(self, into: Mapping[str, Tensor]) -> None:
+    def read(
+        self, into: Mapping[str, Tensor], *, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    ) -> None:
         for name, tensor in into.items():
             tensor.copy_(self._tensors[name])
 
@@ -114,10 +131,12 @@ def new_stage(
     )
 
 
-def companions_of(stage: Stage) -> Companions:
+def companions_of(stage: Stage, *, config: ModelConfig = TINY) -> Companions:
     """As they are planned for a run of this stage alone."""
     return Companions(
-        critic=value_config(TINY) if stage.has_critic else None, moving_reference=stage.moves_reference
+        value_head=stage.algorithm.name == "reward_model",
+        critic=value_config(config) if stage.has_critic else None,
+        moving_reference=stage.moves_reference,
     )
 
 
@@ -243,12 +262,13 @@ def sampled_by(model: Transformer, batch: Batch, *, temperature: float) -> Batch
     return Batch(trajectories, batch.items)
 
 
-def run_call(batch: Batch, call: RunCall, *, calls: ModelCalls, group: ProcessGroup) -> CallResult:
+def run_call(batch: Batch, call: RunCall, *, calls: ModelCalls, group: ProcessGroup | Groups) -> CallResult:
     shards = {
         shard.index: [sample_of(item, batch.trajectories[item.key]) for item in shard.items]
         for shard in call.shards
     }
-    return calls.run(call, shards, group=group)
+    groups = group if isinstance(group, Groups) else Groups.of(group)
+    return calls.run(call, shards, groups=groups)
 
 
 @dataclass
@@ -269,9 +289,9 @@ class RecordingState(TrainingState):
 
     given: Tensor
 
-    def update(self, gradient: Tensor, *, part: str = "actor", group: Group | None = None) -> Update:
+    def update(self, gradient: Tensor, *, part: str = "actor", groups: Groups | None = None) -> Update:
         self.given = gradient.clone()
-        return super().update(gradient, part=part, group=group)
+        return super().update(gradient, part=part, groups=groups)
 
 
 def train(
@@ -285,19 +305,27 @@ def train(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     boxes: int = 1,
+    mesh: Mesh | None = None,
+    config: ModelConfig = TINY,
+    num_slices: int = 1,
 ) -> list[Outcome]:
     """The outcome of every rank of a world; its steps have the same batch, or each its own. `boxes`: the number of
-    parts into which the state is cut."""
+    parts into which the state is cut, or in the `mesh` more precisely. `num_slices`: logical tensor slices of the
+    models."""
+    mesh = mesh or Mesh(boxes)
     batch_of = (lambda step: batch) if isinstance(batch, Batch) else batch
 
-    def rank_main(rank: int, group: ProcessGroup) -> Outcome:
-        model = Transformer(TINY, with_value_head=stage.algorithm.name == "reward_model", device=device)
-        initialize(model, seed=3)
+    def rank_main(rank: int, group: Groups) -> Outcome:
+        seat = mesh.seat(rank)
+        tensors, has_head = tensor_group(seat, num_slices=num_slices), stage.algorithm.name == "reward_model"
+        model = new_model(config, with_value_head=has_head, device=device, seat=seat, tensors=tensors)
+        fill_from_seed(model, seed=3)
         state = RecordingState(
             model,
-            companions=companions_of(stage),
+            companions=companions_of(stage, config=config),
             compute_dtype=dtype,
-            seat=seat_of(f"model-{rank}", shards=boxes),
+            seat=seat,
+            tensors=tensors,
         )
         state.start_stage(stage, step=0)
         calls = ModelCalls(state, deterministic=deterministic)
@@ -310,8 +338,8 @@ def train(
                 call = present.call(
                     stage,
                     step=step,
-                    rank=rank,
-                    world_size=world_size,
+                    rank=mesh.data_index(rank),
+                    world_size=world_size // mesh.model_ranks,
                     num_shards=num_shards,
                     interface=interface,
                 )
@@ -325,7 +353,37 @@ def train(
         weights = {name: tensor.clone() for name, tensor in state.weights().items()}
         return Outcome(digests, state.given, weights, metrics, outputs)
 
-    return in_world(world_size, rank_main, device=device)
+    return in_mesh(mesh, rank_main, world_size=world_size, device=device)
+
+
+def in_mesh(
+    mesh: Mesh, rank_main: Callable[[int, Groups], T], *, world_size: int, device: torch.device = CPU
+) -> list[T]:
+    """Run a function on every rank of a mesh, one thread each, and give what they return."""
+    ranks = [f"model-{rank}" for rank in range(world_size)]
+    keys = new_key_pair()
+    server = StoreServer(keys=keys)
+
+    def run(rank: int) -> T:
+        groups = join_groups(
+            mesh,
+            group_id=1,
+            ranks=ranks,
+            me=ranks[rank],
+            store_address=server.address,
+            keys=keys,
+            device=device,
+            timeout_s=30.0,
+        )
+        try:
+            return rank_main(rank, groups)
+        finally:
+            groups.close()
+
+    with ThreadPoolExecutor(world_size) as threads:
+        results = list(threads.map(run, range(world_size)))
+    server.close()
+    return results
 
 
 def in_world(

@@ -1,0 +1,179 @@
+"""One pass of a call over the pipeline stages of a model.
+
+The ranks of a pipeline have the same micro-batches. Each computes its layers of one after the other, in the order that
+is called 1F1B: a stage runs ahead of the backward passes by as many forward passes as there are stages after it.
+
+    2 stages, 4 micro-batches     stage 0:  F0 F1 B0 F2 B1 F3 B2 B3
+                                  stage 1:     F0 B0 F1 B1 F2 B2 F3 B3
+
+Backward passes happen in the order of the micro-batches, in every stage, so gradients are added as one rank would add
+them. Activations and their gradients travel in the compute type, over a channel per direction (`group.Edge`); what is
+sent waits in the background until the neighbour takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kintsugi.model.transformer import Transformer
+from kintsugi.training.batch import MicroBatch
+from kintsugi.training.group import Groups
+from kintsugi.training.objectives import BatchLoss
+
+NEIGHBOUR_TIMEOUT_S = 600.0
+"""Limit for a neighbouring stage to send: it may have to compute all stages before it. A rank that is lost is noticed
+by its broken connection, and one that hangs by the master, long before."""
+
+
+class Action(NamedTuple):
+    """A forward or backward pass of one micro-batch."""
+
+    is_backward: bool
+    batch: int
+
+
+def schedule(*, stage: int, stages: int, num_batches: int, learns: bool = True) -> Iterator[Action]:
+    """Order of the passes of one stage.
+
+    >>> [str(each.batch) + "FB"[each.is_backward] for each in schedule(stage=0, stages=2, num_batches=3)]
+    ['0F', '1F', '0B', '2F', '1B', '2B']
+    """
+    ahead = min(stages - 1 - stage, num_batches) if learns else num_batches
+    for batch in range(ahead):
+        yield Action(is_backward=False, batch=batch)
+    for batch in range(ahead, num_batches):
+        yield Action(is_backward=False, batch=batch)
+        yield Action(is_backward=True, batch=batch - ahead)
+    for batch in range(num_batches - ahead, num_batches) if learns else ():
+        yield Action(is_backward=True, batch=batch)
+
+
+class Neighbours:
+    """Exchange of this stage with the one before and the one after it."""
+
+    def __init__(self, model: Transformer, groups: Groups | None) -> None:
+        self._model = model
+        self._previous = None if groups is None else groups.previous
+        self._following = None if groups is None else groups.following
+
+    def receive_hidden(self, batch: MicroBatch) -> Tensor | None:
+        """Activations with which this stage begins; None in the first one."""
+        edge = self._previous
+        if edge is None:
+            return None
+        hidden = self._like_hidden(batch)
+        edge.forward.receive(hidden, timeout_s=NEIGHBOUR_TIMEOUT_S)
+        return hidden
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        assert self._following is not None, "the last stage passes nothing on"
+        self._following.forward.send(hidden.detach())
+
+    def receive_gradient(self, batch: MicroBatch) -> Tensor:
+        """Gradient of the activations that this stage has passed on."""
+        assert self._following is not None, "the last stage begins the backward pass"
+        gradient = self._like_hidden(batch)
+        self._following.backward.receive(gradient, timeout_s=NEIGHBOUR_TIMEOUT_S)
+        return gradient
+
+    def send_gradient(self, hidden: Tensor | None) -> None:
+        """Pass the gradient of the activations back to the stage before, if there is one."""
+        if hidden is not None:
+            assert self._previous is not None and hidden.grad is not None
+            self._previous.backward.send(hidden.grad)
+
+    def await_sent(self) -> None:
+        for edge in (self._previous, self._following):
+            for channel in edge or ():
+                channel.await_sent(timeout_s=NEIGHBOUR_TIMEOUT_S)
+
+    def _like_hidden(self, batch: MicroBatch) -> Tensor:
+        model = self._model
+        size = batch.tokens.numel(), model.config.hidden_size
+        return torch.empty(size, dtype=model.dtype, device=model.device)
+
+
+def learning_pass(
+    model: Transformer,
+    batches: Sequence[MicroBatch],
+    *,
+    groups: Groups,
+    loss: Callable[[MicroBatch], BatchLoss],
+    check: Callable[[], None],
+) -> Iterator[BatchLoss | None]:
+    """Forward and backward passes; yields when a micro-batch is finished in this stage, in their order: its loss and
+    statistics in the last stage, None in the others."""
+    neighbours, part = Neighbours(model, groups), model.part
+    place = (0, 1) if groups.stages is None else (groups.stages.rank, groups.stages.size)
+    begun: dict[int, tuple[Tensor | None, Tensor, BatchLoss | None]] = {}
+    for action in schedule(stage=place[0], stages=place[1], num_batches=len(batches)):
+        check()
+        batch = batches[action.batch]
+        if action.is_backward:
+            hidden, output, found = begun.pop(action.batch)
+            output.backward(None if part.is_last else neighbours.receive_gradient(batch))
+            neighbours.send_gradient(hidden)
+            if action.batch == len(batches) - 1:
+                neighbours.await_sent()
+            del hidden, output
+            yield found
+            continue
+        hidden = neighbours.receive_hidden(batch)
+        if hidden is not None:
+            hidden.requires_grad = True
+        model.incoming = hidden
+        if part.is_last:
+            found = loss(batch)
+            begun[action.batch] = hidden, found.loss, found
+        else:
+            output = model.forward_packed(batch.tokens, batch.layout.positions, batch.layout)
+            neighbours.send_hidden(output)
+            begun[action.batch] = hidden, output, None
+        model.incoming = None
+
+
+def losses_alone(
+    model: Transformer,
+    batches: Sequence[MicroBatch],
+    *,
+    groups: Groups,
+    loss: Callable[[MicroBatch], BatchLoss],
+    check: Callable[[], None],
+) -> Iterator[BatchLoss | None]:
+    """The same without backward passes, for a model that does not learn in this step."""
+    found: list[BatchLoss] = []
+    for _ in forward_pass(
+        model, batches, groups=groups, look=lambda batch: found.append(loss(batch)), check=check
+    ):
+        yield found.pop() if found else None
+
+
+def forward_pass(
+    model: Transformer,
+    batches: Sequence[MicroBatch],
+    *,
+    groups: Groups | None,
+    look: Callable[[MicroBatch], object],
+    check: Callable[[], None],
+) -> Iterator[MicroBatch]:
+    """Forward passes without gradient, one for each micro-batch that is taken from this iterator. The last stage calls
+    `look`, which runs the model; the others run their part and pass the activations on."""
+    neighbours = Neighbours(model, groups)
+    for batch in batches:
+        check()
+        with torch.no_grad():
+            model.incoming = neighbours.receive_hidden(batch)
+            if model.part.is_last:
+                look(batch)
+            else:
+                neighbours.send_hidden(
+                    model.forward_packed(batch.tokens, batch.layout.positions, batch.layout)
+                )
+        model.incoming = None
+        if batch is batches[-1]:
+            neighbours.await_sent()
+        yield batch
