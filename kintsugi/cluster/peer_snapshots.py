@@ -112,7 +112,7 @@ class PeerSnapshotStore:
             )
         if offer is None or offer.process != owner:
             raise RefusedError(f"{owner} offered no state of step {manifest.step}")
-        self._arriving.pop(box, None)  # Its memory is freed before more is taken.
+        self._arriving.pop(box, None)  # Its fetch ends at the next check, and its memory is free then.
         arriving = self._arriving[box] = _State.create(request.state, size=size)
 
         def place(index: int) -> memoryview:

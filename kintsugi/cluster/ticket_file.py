@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 
@@ -30,6 +31,8 @@ ANOTHER_S = 30.0
 STALE_S = 900.0
 """Age of a ticket that tells a launcher that is gone from one that does not answer: it makes a new one every minute."""
 LOOK_S = 0.1
+MOST_TRIED = 8
+"""Tickets that are remembered because the run did not take them; a file does not show older ones again."""
 
 
 def supervise_with_file(
@@ -48,7 +51,7 @@ def supervise_with_file(
     # The first process of a container gets no signal that it has not asked for.
     signal.signal(signal.SIGTERM, _end)
     supervise = supervise or _supervise
-    tried: list[bytes] = []
+    tried: deque[bytes] = deque(maxlen=MOST_TRIED)
     problem: WorldError | None = None
     while True:
         timeout_s = wait_s if problem is None else another_s
@@ -79,7 +82,9 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def _next_ticket(path: Path, tried: list[bytes], *, timeout_s: float, clock: Clock) -> tuple[Ticket, bytes]:
+def _next_ticket(
+    path: Path, tried: Collection[bytes], *, timeout_s: float, clock: Clock
+) -> tuple[Ticket, bytes]:
     """Wait until the file holds a ticket that was not tried."""
 
     def attempt(remaining_s: float) -> tuple[Ticket, bytes] | None:
