@@ -66,6 +66,7 @@ LINKS = (
     Link("10 MB/s", bytes_per_s=10e6),
     Link("10 MB/s, samples on the wrong side", bytes_per_s=10e6, crossed=True),
     Link("loopback, 4096 tokens × 256", num_samples=256, num_tokens=4096),
+    Link("loopback, 4000 tokens × 512", num_samples=512, num_tokens=4000),
 )
 
 

@@ -15,7 +15,7 @@ import socket
 import ssl
 import struct
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, cast
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -26,6 +26,8 @@ from kintsugi.errors import IntegrityError, WorldError
 CHUNK_BYTES = 1 << 20
 """Bytes under one tag."""
 LARGEST_MESSAGE = 1 << 20
+RECORDS_BYTES = 128 << 10
+"""Encrypted bytes that are taken from a socket at once."""
 STALL_S = 10.0
 TAG_BYTES = 16
 NONCE_BYTES = 16
@@ -66,15 +68,40 @@ def connection_keys(key: bytes, *, client_nonce: bytes, server_nonce: bytes) -> 
 
 
 class TlsChannel:
-    """Messages and bytes over TLS 1.3."""
+    """Messages and bytes over TLS 1.3.
 
-    def __init__(self, connection: ssl.SSLSocket) -> None:
-        connection.settimeout(STALL_S)
+    The library works on buffers in memory, and this class moves them to and from the socket: reading from the socket
+    itself, it would need two calls of the kernel for every record of 16 KB.
+    """
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> None:
+        """Nothing is sent before the hand-shake."""
         self._socket = connection
+        self._arriving, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._arriving, self._leaving, server_side=is_server)
+        self._buffer = memoryview(bytearray(RECORDS_BYTES))
         self.num_bytes = 0
 
+    def attempt_handshake(self) -> bytes:
+        """Agree on keys, within the time-out that the socket has; return the certificate of the other side (DER). From
+        then on the time-out is `STALL_S`."""
+        while True:
+            try:
+                self._tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                self._flush()
+                self._attempt_more(0, 1)
+            except ssl.SSLError:
+                with suppress(OSError):  # The other side is told why, if it is still there.
+                    self._flush()
+                raise
+        self._flush()
+        self._socket.settimeout(STALL_S)
+        return self._tls.getpeercert(binary_form=True) or b""
+
     def send_message(self, content: bytes) -> None:
-        self._socket.sendall(_length.pack(len(content)) + content)
+        self._send(memoryview(_length.pack(len(content)) + content))
 
     def attempt_message(self) -> bytes:
         (size,) = _length.unpack(self._attempt_bytes(_length.size))
@@ -88,17 +115,38 @@ class TlsChannel:
     def send_region(self, region: Region) -> None:
         for start in range(0, len(region.view), CHUNK_BYTES):
             chunk = region.view[start : start + CHUNK_BYTES]
-            self._socket.sendall(chunk)
+            self._send(chunk)
             self.num_bytes += len(chunk)
 
     def attempt_fill(self, target: memoryview) -> None:
         filled = 0
         while filled < len(target):
-            count = self._socket.recv_into(target[filled:])
-            if count == 0:
-                raise _ended(filled, len(target))
+            try:
+                # With a buffer the result is its number of bytes, which the annotation of the library does not say.
+                count = cast(int, self._tls.read(len(target) - filled, target[filled:]))
+            except ssl.SSLWantReadError:
+                self._attempt_more(filled, len(target))
+                continue
+            except ssl.SSLZeroReturnError:
+                raise _ended(filled, len(target)) from None
             filled += count
             self.num_bytes += count
+
+    def _attempt_more(self, filled: int, size: int) -> None:
+        """Take what has arrived at the socket, at most one buffer of it."""
+        count = self._socket.recv_into(self._buffer)
+        if count == 0:
+            raise _ended(filled, size)
+        self._arriving.write(self._buffer[:count])
+
+    def _send(self, content: memoryview) -> None:
+        while content:
+            content = content[self._tls.write(content) :]
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._leaving.pending:
+            self._socket.sendall(self._leaving.read())
 
     def interrupt(self) -> None:
         shut_down(self._socket)

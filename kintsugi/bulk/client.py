@@ -37,6 +37,7 @@ MAX_IDLE = 4
 _header = msgspec.msgpack.Decoder(BulkHeader)
 _encode = msgspec.msgpack.Encoder().encode
 
+Watch = Callable[[Channel | None], object]
 Open = Callable[[str, OpenBulk], BulkOpened]
 """Opens a session with a process, over the control channel; called by any thread, which it blocks."""
 
@@ -58,11 +59,12 @@ class BulkClient:
         ranges: Sequence[BulkRange],
         targets: Sequence[memoryview],
         *,
-        watch: Callable[[Channel], object] = lambda channel: None,
+        watch: Watch = lambda channel: None,
         arrived: Callable[[BulkRange], object] = lambda part: None,
     ) -> None:
-        """Fetch parts into their places. `watch` receives the connection, which it may interrupt. `arrived` is called
-        for every part that is in its place. Contents of the places are undefined after an error."""
+        """Fetch parts into their places. `watch` receives the connection, which it may interrupt until it receives
+        None: another request may use the connection then. `arrived` is called for every part that is in its place.
+        Contents of the places are undefined after an error."""
         request = BulkRequest(offer.export, tuple(ranges))
         fill = partial(_attempt_fill, places=tuple(zip(ranges, targets, strict=True)), arrived=arrived)
         try:
@@ -93,7 +95,7 @@ class BulkClient:
         offer: BulkOffer,
         request: BulkRequest,
         fill: Callable[[Channel], bool],
-        watch: Callable[[Channel], object],
+        watch: Watch,
         *,
         is_idle: bool,
     ) -> bool:
@@ -118,6 +120,7 @@ class BulkClient:
         except BaseException:
             channel.close()
             raise
+        watch(None)
         self._keep(offer.process, channel)
         if header.refusal:
             raise RefusedError(f"{offer.process}: {header.refusal}")
@@ -166,11 +169,11 @@ class BulkClient:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(opened.session + nonce)
             if opened.mode == "encrypted":
-                secured = self._credentials().connecting(opened.certificate).wrap_socket(connection)
-                connection = secured
-                if secured.getpeercert(binary_form=True) != opened.certificate:
+                context = self._credentials().connecting(opened.certificate)
+                channel = TlsChannel(connection, context, is_server=False)
+                if channel.attempt_handshake() != opened.certificate:
                     raise IntegrityError(f"the certificate of the bulk connection is not that of {process}")
-                return TlsChannel(secured)
+                return channel
             server_nonce = connection.recv(NONCE_BYTES, socket.MSG_WAITALL)
             if len(server_nonce) != NONCE_BYTES:
                 raise WorldError(f"{process} ended the bulk connection at its set-up")

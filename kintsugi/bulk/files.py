@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 
 from kintsugi.bulk.channel import Channel
-from kintsugi.bulk.client import BulkClient
+from kintsugi.bulk.client import BulkClient, Watch
 from kintsugi.bulk.exports import Region, slices
 from kintsugi.bulk.pull import num_connections
 from kintsugi.errors import DeadlineExceeded, RefusedError, StorageError, WorldError
@@ -32,8 +32,6 @@ TRANSFER_S = 24 * 3600.0
 POLL_S = 0.02
 STOP_S = 5.0
 """Longest wait for the threads of a transfer that was given up; their connections are ended."""
-
-Watch = Callable[[Channel], object]
 
 
 class DiskExport:
@@ -96,7 +94,7 @@ def fetch_piece(
     watch: Watch = lambda channel: None,
 ) -> None:
     """Fetch bytes of a file from `offset` on. They are not verified beyond what the connection verifies. `watch`
-    receives each connection, which it may interrupt."""
+    receives each connection, as in `BulkClient.fetch`."""
     missing = deque(
         (BulkRange(index, offset + part.offset, part.size), target[part.offset : part.offset + part.size])
         for part in slices(index, len(target))
@@ -130,7 +128,7 @@ class Transfer:
         check: Callable[[], object] = lambda: None,
         stop: Callable[[], object] = lambda: None,
     ) -> None:
-        """A task is given what to call with each connection that it uses. `check` is called by the waiting thread, and
+        """A task is given the `watch` of its requests. `check` is called by the waiting thread, and
         raises to give up. `stop` is called after a failure, and ends what else the tasks wait for."""
         self._tasks = tasks
         self._whom, self._what = whom, what
@@ -147,8 +145,6 @@ class Transfer:
             threading.Thread(target=self._work, name="bulk-files", daemon=True)
             for _ in range(num_connections())
         ]
-        for thread in threads:
-            thread.start()
 
         def attempt(remaining_s: float) -> bool | None:
             self._check()
@@ -158,6 +154,8 @@ class Transfer:
             return None
 
         try:
+            for thread in threads:
+                thread.start()
             wait(attempt, whom=self._whom, what=self._what, timeout_s=TRANSFER_S)
             if self._error is not None:
                 raise self._error
@@ -168,11 +166,12 @@ class Transfer:
     def _give_up(self, threads: Sequence[threading.Thread]) -> None:
         with self._lock:
             self._ended.set()
-            channels = list(self._channels.values())
-        for channel in channels:
-            channel.interrupt()
+            for channel in self._channels.values():
+                channel.interrupt()
         self._stop()
         for thread in threads:
+            if thread.ident is None:  # The host had no thread left for it.
+                continue
             with suppress(DeadlineExceeded):  # It ends with its request, and does nothing more.
                 join(thread, whom=self._whom, what="the end of a request", timeout_s=STOP_S)
 
@@ -181,8 +180,6 @@ class Transfer:
         try:
             while (task := self._next()) is not None:
                 task(self._watch)
-                with self._lock:
-                    self._channels.pop(threading.get_ident(), None)
         except BaseException as error:  # noqa: BLE001 - the waiting thread raises it.
             with self._lock:
                 self._error = self._error or error
@@ -193,8 +190,11 @@ class Transfer:
         with self._lock:
             return None if self._ended.is_set() else next(self._tasks, None)
 
-    def _watch(self, channel: Channel) -> None:
+    def _watch(self, channel: Channel | None) -> None:
         with self._lock:
+            if channel is None:
+                self._channels.pop(threading.get_ident(), None)
+                return
             self._channels[threading.get_ident()] = channel
             if self._ended.is_set():
                 channel.interrupt()

@@ -124,6 +124,9 @@ class Pull:
         self._offers: dict[str, BulkOffer] = {}
         self._outcome = _Outcome()
         self._shares = [self._begin(share) for share in shares]
+        self._changed = threading.Event()
+        """Set when a thread has ended."""
+        self._num_running = 0
 
     def run(self) -> None:
         """Return when every piece has arrived and is verified; raise the first error that no other source repairs."""
@@ -132,10 +135,11 @@ class Pull:
             for progress in self._shares
             for _ in range(min(num_connections(), max(1, len(progress.waiting))))
         ]
+        self._num_running = len(threads)
         try:
             for thread in threads:
                 thread.start()
-            self._await(threads)
+            self._await()
         except BaseException as error:
             self._fail(error)
             raise
@@ -152,15 +156,14 @@ class Pull:
             self._outcome.missing[index] = len(slices(index, piece.size))
         return _Progress(share, deque(_requests(pieces)))
 
-    def _await(self, threads: Sequence[threading.Thread]) -> None:
-        idle = threading.Event()
-
+    def _await(self) -> None:
         def attempt(remaining_s: float) -> bool | None:
+            self._changed.clear()
             self._check()
             self._watch()
-            if not any(thread.is_alive() for thread in threads):
+            if not self._num_running:
                 return True
-            idle.wait(min(POLL_S, remaining_s))
+            self._changed.wait(min(POLL_S, remaining_s))
             return None
 
         sources = sorted({source for each in self._shares for source in each.share.sources})
@@ -175,6 +178,10 @@ class Pull:
                 self._fetch(progress, parts)
         except BaseException as error:  # noqa: BLE001 - the waiting thread raises it.
             self._fail(error)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+            self._changed.set()
 
     def _next(self, progress: _Progress) -> tuple[BulkRange, ...] | None:
         with self._lock:
@@ -192,10 +199,9 @@ class Pull:
                 offer,
                 parts,
                 self._places(parts),
-                watch=lambda channel: self._begin_watch(request, channel),
+                watch=lambda channel: self._watch_connection(request, channel),
                 arrived=self._arrived,
             )
-            request.channel = None  # Another request may use it from now on.
             self._take(parts, process=request.process)
         except WorldError as error:
             self._go_around(request, parts, error)
@@ -203,12 +209,12 @@ class Pull:
             with self._lock:
                 self._outcome.requests.remove(request)
 
-    def _begin_watch(self, request: _Request, channel: Channel) -> None:
+    def _watch_connection(self, request: _Request, channel: Channel | None) -> None:
         """Take note of the connection of a request; it is ended at once if the pull has failed meanwhile."""
         with self._lock:
-            request.channel, is_over = channel, self._outcome.error is not None
-        if is_over:
-            channel.interrupt()
+            request.channel = channel
+            if self._outcome.error is not None:
+                _interrupt(request)
 
     def _places(self, parts: Iterable[BulkRange]) -> list[memoryview]:
         return [self._into(part.index)[part.offset : part.offset + part.size] for part in parts]
@@ -264,10 +270,8 @@ class Pull:
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._outcome.error = self._outcome.error or error
-            requests = list(self._outcome.requests)
-        for request in requests:
-            if request.channel is not None:
-                request.channel.interrupt()
+            for request in self._outcome.requests:
+                _interrupt(request)
 
     # Slow sources.
 
@@ -283,9 +287,9 @@ class Pull:
                 self._emit(
                     Alert(f"{self._rate_of(progress, request.process)}; it was asked {waited_s:.1f} s ago")
                 )
-            if waited_s >= PATIENCE_S and progress.has_another and request.channel is not None:
-                request.is_given_up = True
-                request.channel.interrupt()
+            if waited_s >= PATIENCE_S and progress.has_another:
+                with self._lock:
+                    request.is_given_up |= _interrupt(request)
 
     def _rate_of(self, progress: _Progress, process: str) -> str:
         elapsed_s = max(1e-3, self._clock.monotonic() - self._since)
@@ -300,6 +304,14 @@ class Pull:
     def _bytes_of(self, progress: _Progress) -> int:
         left = sum(part.size for parts in progress.waiting for part in parts)
         return sum(self._pieces[index].size for index in progress.share.indices) - left
+
+
+def _interrupt(request: _Request) -> bool:
+    """End the connection of a request; False if it has none. Under the lock: afterwards another request may have it."""
+    if request.channel is None:
+        return False
+    request.channel.interrupt()
+    return True
 
 
 def _requests(pieces: Iterable[tuple[int, Piece]]) -> Iterator[tuple[BulkRange, ...]]:

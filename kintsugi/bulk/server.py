@@ -323,13 +323,14 @@ class BulkServer:
             raise RefusedError("it named no session of a process in the address book")
         if self._mode == "encrypted":
             context = self._credentials().accepting(session.certificate)
-            # The connection has the secured socket before the hand-shake, so that one that takes too long can be ended.
-            secured = context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
-            connection.socket = secured
-            secured.do_handshake()
-            if secured.getpeercert(binary_form=True) != session.certificate:
+            channel = TlsChannel(accepted, context, is_server=True)
+            try:
+                found = channel.attempt_handshake()
+            except WorldError:
+                raise RefusedError("it ended in the hand-shake") from None
+            if found != session.certificate:
                 raise RefusedError(f"its certificate is not that of {session.process}")
-            connection.channel = TlsChannel(secured)
+            connection.channel = channel
             return session
         nonce = secrets.token_bytes(NONCE_BYTES)
         accepted.sendall(nonce)

@@ -103,7 +103,7 @@ class CheckpointCopies:
 
     def _claim(self, *, adopt: bool = False) -> None:
         """Compare the identity of the run with that of the copies, and write it where there is none."""
-        own, there = self._run_dir / "copies.json", f"{self._folder}/{RUN_FILE}"
+        own, there = RunFolder(self._run_dir).copies_file, f"{self._folder}/{RUN_FILE}"
         found = (
             msgspec.json.decode(self._system.cat_file(there), type=CopiedRun) if self._exists(there) else None
         )

@@ -41,6 +41,12 @@ def say(text: str, *, err: bool = False, nl: bool = True, wrap: bool = True) -> 
     typer.echo(text, err=err, nl=nl)
 
 
+def text_width(*, most: int) -> int:
+    """Return the width of the terminal, at most `most`; `most` where the output is none."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return min(most, shutil.get_terminal_size().columns) if is_terminal else most
+
+
 def wrapped(text: str, *, width: int) -> str:
     """Break long lines between words; what follows is indented further than the line. Longer words stay whole.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kintsugi.cli.arguments import Best, Json, Run, Step
-from kintsugi.cli.output import console, say, say_json
+from kintsugi.cli.output import console, say, say_json, text_width
 
 if TYPE_CHECKING:
     from kintsugi.run_folder.reader import JournalStatus, RunStatus
@@ -102,7 +102,8 @@ def incidents(run: Run, json: Json = False) -> None:
         _say_json({**msgspec.to_builtins(report), "end": msgspec.to_builtins(end)})
         return
     running = any(each.is_open for each in report.incidents) and reader.is_running(folder)
-    say(tables.incidents_text(report, run=str(folder), running=running, end=end))
+    width = text_width(most=tables.WIDTH)
+    say(tables.incidents_text(report, run=str(folder), running=running, end=end, width=width))
 
 
 @app.command("runs")

@@ -7,6 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 
 from rich.table import Table
 
@@ -155,67 +156,70 @@ _PARTS = ("start", "lock", "rebuild", "repair", "replay", "total")
 """Parts of the recovery time of an incident, in their order."""
 
 
-def incidents_text(report: IncidentReport, *, run: str, running: bool, end: RunEnd | None = None) -> str:
+def incidents_text(
+    report: IncidentReport, *, run: str, running: bool, end: RunEnd | None = None, width: int = WIDTH
+) -> str:
     """Format the incidents of a run, one block each, the newest last, and what ended it if it did not finish."""
-    blocks = [incident_text(incident, running=running) for incident in report.incidents]
+    row = partial(_row, width=min(width, WIDTH))
+    blocks = [incident_text(incident, running=running, width=width) for incident in report.incidents]
     lost = {loss.process for loss in report.other_losses}
     if lost:
-        rows = [_row("lost", _loss_text(loss)) for loss in report.other_losses]
+        rows = [row("lost", _loss_text(loss)) for loss in report.other_losses]
         rows += [
-            _row("diagnosed", _diagnosed_text(each))
-            for each in report.other_diagnoses
-            if each.process in lost
+            row("diagnosed", _diagnosed_text(each)) for each in report.other_diagnoses if each.process in lost
         ]
         blocks.append("\n".join(["processes replaced without affecting training", *rows]))
     if others := [each for each in report.other_diagnoses if each.process not in lost]:
-        rows = [_row("diagnosed", _diagnosed_text(found)) for found in others]
+        rows = [row("diagnosed", _diagnosed_text(found)) for found in others]
         blocks.append("\n".join(["diagnosed without an incident", *rows]))
     if end is not None:
-        blocks.append(textwrap.fill(f"{run}: {end_text(end, run=run)}", WIDTH, break_on_hyphens=False))
+        text = f"{run}: {end_text(end, run=run)}"
+        blocks.append(textwrap.fill(text, min(width, WIDTH), break_long_words=False, break_on_hyphens=False))
     return "\n\n".join(blocks) or f"{run}: no incidents"
 
 
-def incident_text(incident: IncidentHistory, *, running: bool) -> str:
+def incident_text(incident: IncidentHistory, *, running: bool, width: int = WIDTH) -> str:
     """Format one incident: cause, consequences, recovery, outcome and cost."""
-    return "\n".join(_incident_lines(incident, running=running))
+    rows = [_row(label, text, width=min(width, WIDTH)) for label, text in _incident_rows(incident)]
+    return "\n".join([f"incident {incident.incident}: {_outcome(incident, running=running)}", *rows])
 
 
-def _incident_lines(incident: IncidentHistory, *, running: bool) -> Iterator[str]:
-    yield f"incident {incident.incident}: {_outcome(incident, running=running)}"
+def _incident_rows(incident: IncidentHistory) -> Iterator[tuple[str, str]]:
     for (relation, text), times in Counter((f.relation, _fault_text(f)) for f in incident.faults).items():
-        yield _row(relation, text + _repeated(times))
+        yield (relation, text + _repeated(times))
     for found in incident.diagnosed:
-        yield _row("diagnosed", _diagnosed_text(found))
-    yield _row("when", _when(incident))
+        yield ("diagnosed", _diagnosed_text(found))
+    yield ("when", _when(incident))
     for loss in incident.losses:
-        yield _row("lost", _loss_text(loss))
+        yield ("lost", _loss_text(loss))
     for choice in incident.choices:
-        yield from _choice_lines(choice)
+        yield from _choice_rows(choice)
     if incident.losses and not incident.choices:
-        yield _row("action", "replaced; the ranks continued")
+        yield ("action", "replaced; the ranks continued")
     if incident.timing.get("total"):
         parts = (
             f"{name} {seconds_text(incident.timing[name])}" for name in _PARTS if name in incident.timing
         )
-        yield _row("took", ", ".join(parts))
-    yield _row("cost", _cost(incident))
+        yield ("took", ", ".join(parts))
+    yield ("cost", _cost(incident))
     words = [fault for fault in incident.faults if "\n" in fault.message]
     for process in dict.fromkeys(fault.process for fault in words):
-        yield _row("see", f"{RELATIVE.log_file(process)} in the run folder for the full message")
+        yield ("see", f"{RELATIVE.log_file(process)} in the run folder for the full message")
 
 
 def _diagnosed_text(found: CauseDiagnosed) -> str:
     return f"{found.summary} ({found.kind}, {found.confidence:.0%} sure; seen at {' → '.join(found.path)})"
 
 
-def _row(label: str, text: str) -> str:
+def _row(label: str, text: str, *, width: int) -> str:
     """Format a label and its text, wrapped; a number and its unit stay on one line."""
     glued = re.sub(r"(\d) (m?s)\b", "\\1\u00a0\\2", text)
     return textwrap.fill(
         glued,
-        WIDTH,
+        width,
         initial_indent=f"  {label:{_LABEL}}",
         subsequent_indent=" " * (2 + _LABEL),
+        break_long_words=False,
         break_on_hyphens=False,
     ).replace("\u00a0", " ")
 
@@ -254,10 +258,10 @@ def _incarnation(name: str, pid: int) -> str:
     return f"{name} (pid {pid})" if pid else name
 
 
-def _choice_lines(choice: ChosenStrategy) -> Iterator[str]:
-    yield _row("action", f"{choice.strategy}: {choice.reason}{_repeated(choice.times)}")
+def _choice_rows(choice: ChosenStrategy) -> Iterator[tuple[str, str]]:
+    yield ("action", f"{choice.strategy}: {choice.reason}{_repeated(choice.times)}")
     if choice.alternatives:
-        yield _row("rejected", "; ".join(choice.alternatives))
+        yield ("rejected", "; ".join(choice.alternatives))
 
 
 def _cost(incident: IncidentHistory) -> str:

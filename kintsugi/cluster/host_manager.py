@@ -52,6 +52,7 @@ from kintsugi.cluster.run_files import RunFiles
 from kintsugi.cluster.spawn import own_session_and_log
 from kintsugi.config.schema import Config
 from kintsugi.errors import Fault, KintsugiError, RefusedError, fault_of
+from kintsugi.process.exit_codes import EXIT_USER_ERROR
 from kintsugi.protocol.hosts import (
     PART_BYTES,
     FetchFile,
@@ -84,6 +85,9 @@ GONE_S = 2.5
 has died. One that lives connects again within a second."""
 LAST_BEAT_S = 3.0
 """Longest time between the last heartbeat and the close of a connection for which the one explains the other."""
+LONGEST_TURN_S = 1.0
+"""A turn of the loop that took longer is time in which this process did not run, or waited for a disk: it says nothing
+about the hosts."""
 REACH_S = 2.0
 """Time to connect to a host that joins."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
@@ -91,6 +95,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 END_S = 12.0
 """Time for all hosts to end in order."""
 GIVE_BACK_S = 5.0
+MOST_WHY = 2000
+"""Characters of the reason in a report, which is one write to a pipe."""
 INCARNATIONS = 10_000
 """Restarts of an agent by one supervisor; the agent of the next ticket has a higher number than all of them."""
 
@@ -175,9 +181,10 @@ def why_not_reached(address: str, port: int) -> str:
         return ""
     try:
         socket.create_connection((address, port), timeout=REACH_S).close()
-    except OSError as error:
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
         return (
-            f"it can not be reached at {address}, its own address, port {port} ({error.strerror or error}): expected "
+            f"it can not be reached at {address}, its own address, port {port} ({reason}): expected "
             "TCP between all machines in both directions; it is behind NAT, or a firewall closes its ports"
         )
     return ""
@@ -233,6 +240,7 @@ class HostManager:
         self._doubts: dict[str, str] = {}
         """Host → why its engine does not know whether it is alive."""
         self._closed_at = -math.inf
+        self._checked_at = clock.monotonic()
         self._leaving: dict[str, tuple[Path, str]] = {}
         """Host that its engine wants back → the notice of it to the master, and the reason."""
         self._asked: set[str] = set()
@@ -242,7 +250,7 @@ class HostManager:
     def run(self) -> None:
         """Run until the launcher has ended and all hosts have, or can not be reached."""
         self._endpoint.watch(self._handover.lifeline, self._on_lifeline)
-        now = self._clock.monotonic()
+        now = self._checked_at = self._clock.monotonic()
         if not self._adopt(now):
             self._backend.start([self._order(host, now) for host in self._records])
             self._write()
@@ -253,24 +261,21 @@ class HostManager:
                 self._take_events()
                 if self._ending_at is None:
                     self._check(self._clock.monotonic())
-            # After an error the file stays: the next host manager goes on with these hosts.
             RunFolder(self._run_dir).hosts_file.unlink(missing_ok=True)
         finally:
-            self._backend.give_back(timeout_s=GIVE_BACK_S)
+            # After an error the hosts stay, and so does the file: the next host manager goes on with them.
+            if self._ending_at is not None:
+                self._backend.give_back(timeout_s=GIVE_BACK_S)
             self._writer.close()
             self._endpoint.close(flush_s=0.5)
             self._log.close()
 
     def _adopt(self, now: float) -> bool:
         """Go on with the hosts of an earlier host manager of this session; False if there was none."""
-        try:
-            content = RunFolder(self._run_dir).hosts_file.read_bytes()
-            kept = msgspec.json.decode(content, type=KeptHosts)
-        except (OSError, msgspec.DecodeError):
+        kept = kept_hosts(self._run_dir, job=self._job)
+        if kept is None:
             return False
-        if kept.job != self._job:
-            return False
-        for record in kept.hosts:
+        for record in kept:
             self._records[record.host] = record
             self._since[record.host] = self._heard_at[record.host] = now
             if record.public_key:
@@ -334,8 +339,8 @@ class HostManager:
                     self._since[record.host] = self._heard_at[record.host] = self._clock.monotonic()
                     part, size = self._files.read(digest, offset=offset, size=PART_BYTES)
                     self._endpoint.reply(delivery, FilePart(size, part))
-                case MirrorFiles(sizes=sizes, content=content):
-                    self._writer.append(sizes, content)
+                case MirrorFiles() as message:
+                    self._writer.append(message, sender=delivery.peer)
                     self._endpoint.reply(delivery, Ok())
                     if self._writer.conflict:
                         self._report(HostFailed(self._named(record.host), self._writer.conflict))
@@ -437,6 +442,10 @@ class HostManager:
                     self._lose(record, why)
 
     def _check(self, now: float) -> None:
+        late_s = now - self._checked_at
+        if late_s > LONGEST_TURN_S:
+            self._skip(late_s, now=now)
+        self._checked_at = now
         if self._endpoint.closed_connections():
             self._closed_at = now
         for host, record in self._records.items():
@@ -460,6 +469,12 @@ class HostManager:
                 self._write()
             elif decision.action:
                 self._lose(record, decision.why, is_silence=decision.is_silence)
+
+    def _skip(self, pause_s: float, *, now: float) -> None:
+        """Leave out a time in which no message was read: hosts were not silent because of it."""
+        for times in (self._since, self._heard_at):
+            times.update({host: min(now, at + pause_s) for host, at in times.items()})
+        self._closed_at += pause_s
 
     def _leave(self, record: HostRecord, why: str) -> None:
         """Have the master move the processes of a host between two steps; then the host is given up."""
@@ -512,7 +527,7 @@ class HostManager:
 
     def _report(self, report: HostFailed) -> None:
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
-            os.write(self._handover.report, msgspec.json.encode(report) + b"\n")
+            os.write(self._handover.report, encode_report(report))
 
     # The end.
 
@@ -535,6 +550,20 @@ class KeptHosts(msgspec.Struct, frozen=True):
     hosts: tuple[HostRecord, ...]
 
 
+def kept_hosts(run_dir: Path, *, job: str) -> tuple[HostRecord, ...] | None:
+    """Return the hosts of an earlier host manager of this session; None if there was none."""
+    try:
+        kept = msgspec.json.decode(RunFolder(run_dir).hosts_file.read_bytes(), type=KeptHosts)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return kept.hosts if kept.job == job else None
+
+
+def encode_report(report: HostFailed) -> bytes:
+    """Encode a report as a line that the pipe takes whole."""
+    return msgspec.json.encode(msgspec.structs.replace(report, why=report.why[-MOST_WHY:])) + b"\n"
+
+
 def main(arguments: list[str]) -> int:
     """Body of the process."""
     (descriptor,) = arguments
@@ -548,9 +577,12 @@ def main(arguments: list[str]) -> int:
         HostManager(handover).run()
     except KintsugiError as error:
         sys.stderr.write(f"{error}\n")
-        with contextlib.suppress(BrokenPipeError, BlockingIOError):
-            os.write(handover.report, msgspec.json.encode(HostFailed("the hosts", str(error))) + b"\n")
-        return 2
+        # A run that has begun goes on with the hosts that it has: a file may be changed, or a name not resolve, for a
+        # while. The launcher starts another host manager after a pause.
+        if kept_hosts(Path(handover.run_dir), job=handover.agents[0].job) is None:
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):
+                os.write(handover.report, encode_report(HostFailed("the hosts", str(error))))
+        return EXIT_USER_ERROR
     return 0
 
 

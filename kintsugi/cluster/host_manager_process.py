@@ -20,6 +20,7 @@ from kintsugi.cluster.restart_policy import RestartLimit, StoppedProcessDetector
 from kintsugi.cluster.spawn import execute, in_memory
 from kintsugi.config.schema import Config
 from kintsugi.errors import DeadlineExceeded
+from kintsugi.process.exit_codes import EXIT_USER_ERROR
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.runtime.proc import process_start_time
 from kintsugi.runtime.processes import Child, Processes
@@ -112,8 +113,10 @@ class HostManagerProcess:
         if self._child is not None and not self._child.ended():
             return True
         if self._child is not None:
+            # What its start needs may be there later: a name that does not resolve, a file that was changed.
+            lacks_something = self._child.status() == EXIT_USER_ERROR
             self._forget()
-            if not self._limit.allows(now):
+            if not self._limit.allows(now, shortage=lacks_something):
                 return False
             self._restart_at = now + self._limit.pause_s(now)
         if now >= self._restart_at:
@@ -173,3 +176,4 @@ class HostManagerProcess:
         self._child.status()
         self._child.close()
         self._child = None
+        self._unread = b""

@@ -240,9 +240,8 @@ class _HostSupervisor:
     def _run_agent(self, stack: ExitStack) -> int:
         own, handover = self._handover.bootstrap, self._handover
         raise_descriptor_limit(own.num_processes)
-        paths = [str(self._folder / path) for path in handover.python_path]
-        if paths:
-            os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+        if handover.python_path:
+            os.environ["PYTHONPATH"] = self._python_path()
         signals = Signals(signal.SIGINT, signal.SIGTERM)
         stack.callback(signals.close)
         place = HostNamespaces(own.host, address=self._address)
@@ -311,15 +310,18 @@ class _HostSupervisor:
             "import sys; from kintsugi.runtime.user_modules import import_object\n"
             "for path in sys.argv[1:]: import_object(path, field='user code')"
         )
-        folders = [str(self._folder / path) for path in self._handover.python_path]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]),
-        }
-        trial = EngineCommand([sys.executable, "-P", "-c", program, *named], environment=environment)
+        trial = EngineCommand(
+            [sys.executable, "-P", "-c", program, *named],
+            environment={**os.environ, "PYTHONPATH": self._python_path()},
+        )
         trial.close(timeout_s=IMPORT_S, keep_output=True)
         if trial.status != 0:
             raise UserError(trial.explain().partition(": ")[2] or trial.explain())
+
+    def _python_path(self) -> str:
+        """Folders of copied modules, before those of this host. An empty entry would be the working folder."""
+        copied = [str(self._folder / path) for path in self._handover.python_path]
+        return os.pathsep.join(filter(None, (*copied, os.environ.get("PYTHONPATH"))))
 
 
 class _Link:
@@ -410,7 +412,8 @@ class _Link:
         parts = self._reader.next_parts()
         if parts:
             sizes = {name: len(content) for name, content in parts.items()}
-            self._mirror = self._ask(MirrorFiles(sizes, b"".join(parts.values())), deadline_s=FETCH_S)
+            message = MirrorFiles(sizes, b"".join(parts.values()), self._reader.number)
+            self._mirror = self._ask(message, deadline_s=FETCH_S)
 
     def _take_mirror(self) -> None:
         if self._mirror is None or not self._mirror.done:
@@ -443,3 +446,4 @@ class _Link:
         with contextlib.suppress(WorldError):
             last = HostBeat(ended=True, failure=failure[-2000:], wall=self._clock.wall())
             self._endpoint.call(self._manager, last, deadline_s=LAST_S)
+        self._reader.close()

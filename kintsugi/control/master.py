@@ -64,7 +64,7 @@ from kintsugi.journal.facts import (
     StopAccepted,
     TermStarted,
 )
-from kintsugi.model.seats import mesh_of
+from kintsugi.model.seats import STATE_FORMAT, mesh_of
 from kintsugi.protocol.agents import Inspected, ProcessStarted
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.rollout import EpisodesDone
@@ -458,7 +458,7 @@ class Master:
         if not self.state.job:
             self._decision.add_fact(RunStarted(event.job, event.config_digest))
         self._decision.add_fact(
-            TermStarted(self.state.term + 1, event.incarnation, event.adopting, event.time)
+            TermStarted(self.state.term + 1, event.incarnation, event.adopting, event.time, STATE_FORMAT)
         )
         self._decision.explain(f"term {self.state.term} begins at step {self.state.step}")
         if event.restore_path is not None:

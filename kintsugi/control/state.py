@@ -135,6 +135,7 @@ class _FoldedRun(msgspec.Struct, omit_defaults=True):
     return_points: dict[int, ReturnPoint] = {}
     session_began: float = 0.0
     homes: dict[str, str] = {}
+    state_format: int = 1
 
 
 class MasterState:
@@ -177,7 +178,8 @@ class MasterState:
         self.checkpoint_paths: dict[int, str] = {}
         self.failed_save_step = -1
         self.digests: dict[int, str] = {}
-        """Digest of the trainers' state, by step that a rollback can reach."""
+        """Digest of the trainers' state, by step that a rollback can reach, in this term's `state_format`."""
+        self.state_format = 1
         self.homes: dict[str, str] = {}
         """Rank → host on which it has committed a step last: there its snapshot is, whatever has become of it."""
         self.return_points: dict[int, ReturnPoint] = {}
@@ -275,6 +277,8 @@ class MasterState:
             case TermStarted():
                 self.term, self.outcome, self.version = fact.term, None, -1
                 self.members.begin_term(fact.term)
+                if fact.state_format != self.state_format:
+                    self.state_format, self.digests = fact.state_format, {}
                 if not fact.adopting:
                     self.stop_reason, self.open_incident = None, 0
                     self.session_began = fact.time

@@ -6,8 +6,9 @@ Tokens depend on the bytes of the files, the tokenizer and a few settings; the c
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -35,12 +36,21 @@ class TokenizedRow(msgspec.Struct, frozen=True):
 
 def prompt_tokens(row: Row, tokenizer: Tokenizer, *, data: DataSection) -> list[int]:
     """Tokens of a prompt: a conversation, or text as a user's turn, in the model's chat template; or plain text."""
-    if not (row.messages or data.chat_template):
+    if not _is_conversation(row, data):
         return tokenizer.encode_prompt(row.prompt)
+    return tokenizer.encode_conversation(conversation(row, data=data))
+
+
+def conversation(row: Row, *, data: DataSection) -> list[dict[str, Any]]:
+    """Messages of a row, or its text as a user's turn, with the system prompt of the run."""
     messages = list(row.messages) or [{"role": "user", "content": row.prompt}]
     if data.system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": data.system})
-    return tokenizer.encode_conversation(messages)
+    return messages
+
+
+def _is_conversation(row: Row, data: DataSection) -> bool:
+    return bool(row.messages or data.chat_template)
 
 
 def answer_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -62,6 +72,13 @@ class RowTokenizer(msgspec.Struct, frozen=True):
     def tokenize(self, row: Row) -> TokenizedRow:
         answers = {name: answer_tokens(row.columns[name], self.tokenizer) for name in self.columns}
         return TokenizedRow(prompt_tokens(row, self.tokenizer, data=self.data), answers)
+
+    def tokenize_each(self, rows: Sequence[Row]) -> list[TokenizedRow]:
+        """As `tokenize` does; conversations, which most prompts are, are encoded by all cores."""
+        if self.columns or not all(_is_conversation(row, self.data) for row in rows):
+            return [self.tokenize(row) for row in rows]
+        texts = [self.tokenizer.apply_chat_template(conversation(row, data=self.data)) for row in rows]
+        return [TokenizedRow(tokens, {}) for tokens in self.tokenizer.encode_each(texts)]
 
     def path(self, source_digest: str) -> Path:
         """Path of the cached tokens of these rows."""

@@ -37,6 +37,8 @@ class TermStarted(_Fact, frozen=True, tag="EpochStarted"):
     """The processes of the term before are still live."""
     time: float = 0.0
     """Wall-clock time; 0 in journals that do not have it."""
+    state_format: int = 1
+    """Number of the definition of a state's digest in this term (`model.seats.STATE_FORMAT`)."""
 
 
 class StageStarted(_Fact, frozen=True):

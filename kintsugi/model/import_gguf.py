@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -299,12 +300,10 @@ class _Writer:
         torch.set_num_threads(1)  # Each piece is the work of one thread.
         try:
             with ThreadPoolExecutor(num_cpus, thread_name_prefix="import") as pool:
+                pieces = (piece for each in tensors for piece in self._pieces(*each))
+                tasks = [beside, *(partial(self._write_piece, source, *piece) for piece in pieces)]
                 try:
-                    first = pool.submit(beside)
-                    pieces = (piece for each in tensors for piece in self._pieces(*each))
-                    written = pool.map(lambda piece: self._write_piece(source, *piece), pieces)
-                    first.result()
-                    for _ in written:
+                    for _ in pool.map(lambda task: task(), tasks):
                         pass
                 except BaseException:
                     pool.shutdown(cancel_futures=True)

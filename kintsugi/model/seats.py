@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -30,6 +31,10 @@ from kintsugi.config.schema import LayoutSection
 
 _SEPARATOR = "."
 _MARK = ":"
+
+STATE_FORMAT = 2
+"""Number of the definition of a state's digest: that of the bytes in which a rank holds it. Digests in the journal of a
+run that another definition began are not compared. 2: stretches of the layout are filled up."""
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -173,22 +178,25 @@ def without_holder(ranks: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
     return tuple(mesh.seat(box).box for box in range(mesh.boxes) if box not in held)
 
 
-def sources_of(ranks: Sequence[str], mesh: Mesh) -> list[list[int]]:
+@lru_cache(maxsize=8)
+def sources_of(ranks: tuple[str, ...], mesh: Mesh) -> list[list[int]]:
     """For each rank of a data column, the rank from which it takes each shard: itself, else one of its own replica,
     else one of those that hold the shard, in turn.
 
-    >>> sources_of(["model-0", "model-2", "model-3"], Mesh(2))
+    >>> sources_of(("model-0", "model-2", "model-3"), Mesh(2))
     [[0, 2], [1, 2], [1, 2]]
     """
-    shards = [seat_of(name, mesh).shard for name in ranks]
     replicas = [replica_of(name, mesh) for name in ranks]
-
-    def source(rank: int, shard: int) -> int:
-        holders = [other for other, held in enumerate(shards) if held == shard]
-        near = [other for other in holders if replicas[other] == replicas[rank]]
-        return rank if rank in holders else next(iter(near), holders[rank % len(holders)])
-
-    return [[source(rank, shard) for shard in range(mesh.shards)] for rank in range(len(ranks))]
+    held: list[list[int]] = [[] for _ in range(mesh.shards)]
+    near: dict[tuple[int, int], int] = {}
+    for rank, name in enumerate(ranks):
+        shard = seat_of(name, mesh).shard
+        held[shard].append(rank)
+        near[replicas[rank], shard] = rank
+    return [
+        [near.get((replica, shard), holders[rank % len(holders)]) for shard, holders in enumerate(held)]
+        for rank, replica in enumerate(replicas)
+    ]
 
 
 def joined(digests: Mapping[str, str], mesh: Mesh) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
@@ -158,6 +159,18 @@ class Tokenizer:
             where = text if len(text) <= LONG_TEXT else f"{text[:40]}…"
             why = "" if unknown else f": {error}"
             raise DataError(f"the tokenizer has no token for {unknown} in {where!r}{why}") from error
+
+    def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, as `encode` gives them; many texts are encoded by all cores."""
+        if self._backend.padding is None:  # Padding would make all texts as long as the longest.
+            with suppress(
+                Exception
+            ):  # The library raises plain Exception; `encode` below says which text it was.
+                return [
+                    list(found.ids)
+                    for found in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+                ]
+        return [self.encode(text) for text in texts]
 
     def encode_conversation(
         self, messages: Sequence[Mapping[str, Any]], *, variables: Mapping[str, Any] | None = None

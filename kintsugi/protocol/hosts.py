@@ -126,6 +126,8 @@ class MirrorFiles(MessageBody, frozen=True):
     sizes: dict[str, int]
     """Path relative to the run folder → number of bytes, in the order of `content`."""
     content: bytes = b""
+    number: int = 0
+    """Number of the message, for one that is sent again."""
 
 
 class StoreFile(MessageBody, frozen=True):

@@ -30,6 +30,7 @@
     devices.json            memory of the accelerators before the run started
     steps                   whether the generation servers of a deterministic CPU run use the compiled decode step
     agents/AGENT.json       child processes of each agent
+    copies.json             identity of this run in the target of `checkpoint.copy_to`
     checkpoints/step-N/     Hugging Face model folder and trainer state
     evaluations/NAME/       run folders of `kintsugi eval`
     events/PROCESS.jsonl    typed events of each process
@@ -111,6 +112,10 @@ class RunFolder:
     @property
     def hosts_file(self) -> Path:
         return self.path / "joined_hosts.json"
+
+    @property
+    def copies_file(self) -> Path:
+        return self.path / "copies.json"
 
     @property
     def slurm_job_file(self) -> Path:

@@ -7,8 +7,10 @@ import select
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import IO, Protocol
 
+from kintsugi.errors import DeadlineExceeded
 from kintsugi.runtime.proc import has_ended
 from kintsugi.runtime.waits import wait
 
@@ -26,6 +28,10 @@ def describe_status(status: int | None) -> str:
 
 HELD_POLL_S = 0.25
 """Interval at which a wait for the end of a process checks whether a debugger holds its zombie."""
+
+
+KILLED_S = 5.0
+"""Time for a process that was killed to end."""
 
 
 class Child:
@@ -105,7 +111,14 @@ def hold_started(popen: subprocess.Popen[bytes]) -> Child:
         return Child(pid=popen.pid, pidfd=os.pidfd_open(popen.pid), popen=popen)
     except OSError:
         popen.kill()
-        popen.wait()
+
+        def attempt(remaining_s: float) -> int | None:
+            with suppress(subprocess.TimeoutExpired):
+                return popen.wait(remaining_s)
+            return None
+
+        with suppress(DeadlineExceeded):
+            wait(attempt, whom=f"process {popen.pid}", what="its end", timeout_s=KILLED_S)
         raise
 
 

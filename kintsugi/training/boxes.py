@@ -211,8 +211,10 @@ class Box:
 
     def counted(self, world: Group) -> list[int]:
         """One of all ranks for each box."""
-        numbers = [seat_of(name, self.seat.mesh).number for name in world.ranks]
-        return [numbers.index(box) for box in range(self.seat.boxes)]
+        holders: dict[int, int] = {}
+        for rank, name in enumerate(world.ranks):
+            holders.setdefault(seat_of(name, self.seat.mesh).number, rank)
+        return [holders[box] for box in range(self.seat.boxes)]
 
     def norm(self, part: str, gradient: Any, groups: Groups | None) -> float:
         """Norm of the gradient of one model, of which this rank has the box. A collective where it does not have
@@ -256,7 +258,7 @@ class Box:
         """Complete the weights of these models in the type in which they compute, from the boxes of all ranks. A
         collective: all ranks of the group take part."""
         self._check(group)
-        sources = sources_of(group.ranks, self.seat.mesh)
+        sources = sources_of(tuple(group.ranks), self.seat.mesh)
         for part in parts:
             for stretch in self.stretches(part):
                 for number in range(stretch.num_pieces):

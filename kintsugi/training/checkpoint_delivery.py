@@ -16,22 +16,24 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from kintsugi.bulk.client import Watch
 from kintsugi.bulk.endpoint import BulkEndpoint
-from kintsugi.bulk.files import FILE_PIECE_BYTES, DiskExport, Transfer, Watch, fetch_piece, file_digests
+from kintsugi.bulk.files import FILE_PIECE_BYTES, DiskExport, Transfer, fetch_piece, file_digests
 from kintsugi.checkpoint.store import Checkpoint
-from kintsugi.errors import ProcessDied, StorageError, StorageFull, WorldError
+from kintsugi.errors import DeadlineExceeded, ProcessDied, StorageError, StorageFull, WorldError
 from kintsugi.protocol.bulk import BulkOffer
 from kintsugi.protocol.hosts import CheckpointKept, FilesListed, KeepCheckpoint, ListFiles, StoreFile
 from kintsugi.protocol.messages import Body
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.disk import SYSTEM_DISK, storage_errors
+from kintsugi.runtime.waits import wait
 from kintsugi.transport import Reply
 
 PART_BYTES = 4 * FILE_PIECE_BYTES
@@ -124,9 +126,19 @@ class CheckpointDelivery:
             except StorageError as error:
                 if not isinstance(error.__cause__, ProcessDied):
                     raise
-            threading.Event().wait(PAUSE_S)
+            self._pause()
             check()
         self._send(body, deadline_s=PART_S)
+
+    def _pause(self) -> None:
+        idle = threading.Event()
+        with suppress(DeadlineExceeded):
+            wait(
+                lambda remaining_s: True if idle.wait(remaining_s) else None,
+                whom=self._agent,
+                what="its successor",
+                timeout_s=PAUSE_S,
+            )
 
     def _send(self, body: Body, *, deadline_s: float) -> Reply:
         try:

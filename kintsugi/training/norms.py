@@ -78,12 +78,23 @@ def exponent_of(highest: float) -> int:
 
 def sum_of_squares(array: Array, *, exponent: int) -> int:
     """Sum of the squares in units of 2^(2 · exponent − 50), each rounded down. Every magnitude is below 2^exponent."""
+    if len(array) == 0:
+        return 0
     scale = math.ldexp(1.0, FRACTION_BITS - 2 * exponent)
-    most = PIECE_ELEMENTS if is_on_accelerator(array) else CPU_PIECE_ELEMENTS
-    pieces = [_sums(array[first : first + most], scale) for first in range(0, len(array), most)]
-    sums: Any = namespace(array).concatenate(pieces) if pieces else zeros(0, like=array)
+    most = min(len(array), PIECE_ELEMENTS if is_on_accelerator(array) else CPU_PIECE_ELEMENTS)
+    squares, rounded = _empty(most, "float64", like=array), _empty(most, "int64", like=array)
+    sums = []
+    for first in range(0, len(array), most):
+        piece = array[first : first + most]
+        count = len(piece)
+        squares[:count] = piece
+        squares[:count] *= squares[:count]
+        squares[:count] *= scale
+        rounded[:count] = squares[:count]
+        sums += _chunk_sums(rounded[:count])
+    total = namespace(array).concatenate(sums)
     # In two halves, whose sums fit in an int64 as well.
-    high, low = (int(half.sum()) for half in (sums // (1 << 32), sums % (1 << 32)))
+    high, low = (int(half.sum()) for half in (total // (1 << 32), total % (1 << 32)))
     return (high << 32) + low
 
 
@@ -102,15 +113,18 @@ def total_of(words: Sequence[Sequence[int]]) -> int:
     return sum(low + (high << WORD_BITS) for low, high in words)
 
 
-def _sums(piece: Any, scale: float) -> Any:
-    """Sums of the scaled squares, as int64, of chunks that together are the piece."""
-    if is_tensor(piece):
-        squares = piece.double().square_().mul_(scale).long()
-    else:
-        squares = (piece.astype("float64") ** 2 * scale).astype("int64")
-    whole = len(squares) - len(squares) % CHUNK_ELEMENTS
-    sums = squares[:whole].reshape(-1, CHUNK_ELEMENTS).sum(1)
-    return namespace(piece).concatenate((sums, squares[whole:].sum(0).reshape(1)))
+def _chunk_sums(integers: Any) -> list[Any]:
+    """Sums of chunks that together are the array."""
+    whole = len(integers) - len(integers) % CHUNK_ELEMENTS
+    return [integers[:whole].reshape(-1, CHUNK_ELEMENTS).sum(1), integers[whole:].sum(0).reshape(1)]
+
+
+def _empty(count: int, dtype: str, *, like: Any) -> Any:
+    """Memory of the kind and device of another array."""
+    xp = namespace(like)
+    return (
+        like.new_empty(count, dtype=getattr(xp, dtype)) if is_tensor(like) else xp.empty(count, dtype=dtype)
+    )
 
 
 def _highest_of(group: Group, highest: float, *, like: Array, timeout_s: float) -> float:
@@ -120,7 +134,7 @@ def _highest_of(group: Group, highest: float, *, like: Array, timeout_s: float) 
 
 
 def _total_of(group: Group, total: int, *, counted: Sequence[int], like: Any, timeout_s: float) -> int:
-    xp, words = namespace(like), words_of(total)
-    mine = like.new_tensor(words, dtype=xp.int64) if is_tensor(like) else xp.asarray(words, dtype="int64")
+    mine = _empty(2, "int64", like=like)
+    mine[0], mine[1] = words_of(total)
     gathered = group.all_gather(mine, timeout_s=timeout_s).tolist()
     return total_of([gathered[rank] for rank in counted])

@@ -11,6 +11,7 @@ and 4.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -127,12 +128,13 @@ class Cut(NamedTuple):
 
     def shares(self, piece: Sequence[range]) -> list[range]:
         """Elements that each rank finishes: equal parts of its box among the ranks that receive it."""
+        num_holders, before = Counter(self.boxes), Counter[int]()
         found = []
-        for rank, box in enumerate(self.boxes):
-            holders = self.holders(rank)
-            width = -(-len(piece[box]) // len(holders))
-            start = holders.index(rank) * width
+        for box in self.boxes:
+            width = -(-len(piece[box]) // num_holders[box])
+            start = before[box] * width
             found.append(piece[box][start : start + width])
+            before[box] += 1
         return found
 
 

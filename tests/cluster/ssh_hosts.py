@@ -149,8 +149,8 @@ class SshHosts:
         have the other interpreter and the rest the usual one."""
         path = self.runs / name
         lines = [
-            f"{place.name}-machine {place.address} scratch={self.runs}/scratch {more} "
-            f"python={self.python if python is None or number >= (only or len(self.places)) else python}"
+            f"{place.name}-machine {place.address} scratch={self.runs}/scratch "
+            f"python={self.python if python is None or number >= (only or len(self.places)) else python} {more}"
             for number, (place, more) in enumerate(
                 zip(self.places, [*options, *[""] * len(self.places)], strict=False)
             )

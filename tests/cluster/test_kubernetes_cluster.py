@@ -21,9 +21,9 @@ from kintsugi.cluster.backends.kubernetes.access import Access, read_kubeconfig
 from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend
 from kintsugi.cluster.namespaces import enter
 from kintsugi.config.schema import KubernetesSection
-from kintsugi.run_folder.reader import read_summary
 from kintsugi.telemetry.events import Alert, read_events
 from tests.cluster import kubernetes_cluster
+from tests.cluster.hosts_runs import finish, train_alone, wait_for_step, weights_of, write_inputs
 from tests.cluster.kubernetes_cluster import GRACE_S, NAMESPACE, ROOT, KubernetesCluster
 from tests.cluster.kubernetes_images import EMPTY, HOST
 from tests.cluster.kubernetes_server import KubernetesServer
@@ -39,17 +39,8 @@ from tests.unit.cluster.test_backends import (
     test_one_host_is_replaced_and_the_others_keep_their_supervisors,
 )
 
-RECIPE = Path(__file__).with_name("recipe.yaml")
-LONGEST_S = 400.0
 REPLACED_S = 15.0
 """From a loss to the supervisor of the new pod, with a grace of `GRACE_S` for a node that is silent."""
-REWARDS = """
-import time
-
-def odd_digits(completions, **columns):
-    time.sleep(0.1)
-    return [sum(character in "13579" for character in text) / (len(text) or 1) for text in completions]
-"""
 
 __all__ = [
     "test_a_host_can_be_replaced_before_its_engine_has_noticed_its_loss",
@@ -73,47 +64,20 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesCluster]:
     made = KubernetesCluster(tmp_path_factory.mktemp("k8s"), count=3)
-    (made.runs / "rewards.py").write_text(REWARDS)
-    recipe = RECIPE.read_text().replace("gated_rewards.odd_digits", "rewards.py:odd_digits")
-    (made.runs / "recipe.yaml").write_text(recipe)
+    write_inputs(made.runs, pauses_s={"rewards": 0.1})
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def weights_of_one_machine(cluster: KubernetesCluster) -> str:
-    code, output = cluster.ask("train", "recipe.yaml", f"run_dir={cluster.runs}/alone", timeout_s=LONGEST_S)
-    assert code == 0, output
-    return weights_of(cluster.runs / "alone")
-
-
-def weights_of(run_dir: Path) -> str:
-    summary = read_summary(run_dir)
-    assert summary is not None
-    assert summary.weights_sha256
-    return summary.weights_sha256
+    return train_alone(cluster)
 
 
 def start(cluster: KubernetesCluster, name: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
     run_dir = cluster.runs / name
     command = cluster.start("train", "recipe.yaml", f"run_dir={run_dir}", *cluster.on_pods(), *overrides)
     return command, run_dir
-
-
-def finish(command: subprocess.Popen[str]) -> None:
-    output, errors = command.communicate(timeout=LONGEST_S)
-    assert command.returncode == 0, output + errors
-
-
-def wait_for_step(run_dir: Path, step: int, command: subprocess.Popen[str]) -> None:
-    """Wait until so many lines of metrics are committed."""
-    metrics = run_dir / "metrics.jsonl"
-
-    def is_there() -> bool:
-        assert command.poll() is None, command.communicate()
-        return metrics.exists() and len(metrics.read_text().splitlines()) >= step
-
-    until(is_there, f"step {step}", timeout_s=LONGEST_S)
 
 
 def supervisors(cluster: KubernetesCluster) -> dict[str, int]:

@@ -14,25 +14,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kintsugi.run_folder.reader import Launcher, read_summary
+from kintsugi.run_folder.reader import Launcher
 from kintsugi.telemetry.events import Alert, Note, read_events
 from tests.cluster import ray_hosts
+from tests.cluster.hosts_runs import (
+    LONGEST_S,
+    SLOWLY,
+    finish,
+    pid_of,
+    train_alone,
+    wait_for_step,
+    weights_of,
+    write_inputs,
+)
 from tests.cluster.ray_hosts import RayHosts
 from tests.cluster.tiny_runs import until
 from tests.docs.pages import ROOT, blocks_of
 
 LOG = logging.getLogger(__name__)
 """Measured times: `--log-cli-level=INFO` shows them."""
-RECIPE = Path(__file__).with_name("recipe.yaml")
-LONGEST_S = 600.0
 STEPS = 16
-REWARDS = """
-import time
-
-def odd_digits(completions, **columns):
-    time.sleep(PAUSE_S)
-    return [sum(character in "13579" for character in text) / (len(text) or 1) for text in completions]
-"""
 
 pytestmark = [
     pytest.mark.cluster,
@@ -47,57 +48,21 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
     made = RayHosts(tmp_path_factory.mktemp("ray"), count=3)
-    (made.runs / "rewards.py").write_text(REWARDS.replace("PAUSE_S", "0.1"))
-    (made.runs / "slow_rewards.py").write_text(REWARDS.replace("PAUSE_S", "2.0"))
-    recipe = RECIPE.read_text().replace("gated_rewards.odd_digits", "rewards.py:odd_digits")
-    (made.runs / "recipe.yaml").write_text(recipe.replace("  steps: 4\n", f"  steps: {STEPS}\n"))
+    recipe = write_inputs(made.runs, pauses_s={"rewards": 0.1, "slow_rewards": 2.0})
+    recipe.write_text(recipe.read_text().replace("  steps: 4\n", f"  steps: {STEPS}\n"))
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def weights_of_one_machine(machines: RayHosts) -> str:
-    code, output = machines.ask("train", "recipe.yaml", f"run_dir={machines.runs}/alone", timeout_s=LONGEST_S)
-    assert code == 0, output
-    return weights_of(machines.runs / "alone")
-
-
-SLOWLY = "algorithm.reward=[slow_rewards.py:odd_digits]"
-"""The same rewards, so the same weights; there is time for a node to be lost and another one to come."""
-
-
-def weights_of(run_dir: Path) -> str:
-    summary = read_summary(run_dir)
-    assert summary is not None
-    assert summary.weights_sha256
-    return summary.weights_sha256
+    return train_alone(machines)
 
 
 def start(machines: RayHosts, name: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
     run_dir = machines.runs / name
     at = ("--on", "ray", "--address", machines.address_of_cluster, "cluster.start_timeout_s=300")
     return machines.start("train", "recipe.yaml", f"run_dir={run_dir}", *at, *overrides), run_dir
-
-
-def finish(command: subprocess.Popen[str]) -> None:
-    output, errors = command.communicate(timeout=LONGEST_S)
-    assert command.returncode == 0, output + errors
-
-
-def wait_for_step(run_dir: Path, step: int, command: subprocess.Popen[str]) -> None:
-    """Wait until so many lines of metrics are committed."""
-    metrics = run_dir / "metrics.jsonl"
-
-    def is_there() -> bool:
-        assert command.poll() is None, command.communicate()
-        return metrics.exists() and len(metrics.read_text().splitlines()) >= step
-
-    until(is_there, f"step {step}", timeout_s=LONGEST_S)
-
-
-def pid_of(machines: RayHosts, text: str) -> int:
-    (pid,) = [pid for pid, command in machines.pids().items() if text in command]
-    return pid
 
 
 def told(run_dir: Path, kind: type[Alert | Note], text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -26,24 +27,22 @@ from kintsugi.telemetry.process_reports import read_processes
 from kintsugi.telemetry.verdict_files import read_notices
 from kintsugi.types import Role
 from tests.cluster import slurm_cluster
+from tests.cluster.hosts_runs import (
+    LONGEST_S,
+    SLOWLY,
+    finish,
+    num_steps,
+    train_alone,
+    wait_for_step,
+    weights_of,
+    write_inputs,
+)
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.tiny_runs import until
 from tests.docs.pages import ROOT, blocks_of
 
 PROGRAMS = Path(__file__).with_name("programs")
-RECIPE = Path(__file__).with_name("recipe.yaml")
-LONGEST_S = 600.0
-"""A run takes half a minute; this only bounds a broken one, also on a busy machine."""
-REWARDS = """
-import time
 
-def odd_digits(completions, **columns):
-    time.sleep(PAUSE_S)
-    return [sum(character in "13579" for character in text) / (len(text) or 1) for text in completions]
-"""
-
-SLOWLY = "algorithm.reward=[slow_rewards.py:odd_digits]"
-"""About six seconds a step: something can happen to the run before it ends."""
 FOR_A_MINUTE = "algorithm.reward=[slower_rewards.py:odd_digits]"
 
 pytestmark = [
@@ -60,10 +59,9 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     made = SlurmCluster(tmp_path_factory.mktemp("slurm"), count=4)
-    for name, pause_s in (("rewards", "0.1"), ("slow_rewards", "2.0"), ("slower_rewards", "4.0")):
-        (made.runs / f"{name}.py").write_text(REWARDS.replace("PAUSE_S", pause_s))
-    recipe = RECIPE.read_text().replace("gated_rewards.odd_digits", "rewards.py:odd_digits")
-    (made.runs / "recipe.yaml").write_text(f"{recipe}\ncluster:\n  start_timeout_s: 600\n")
+    pauses_s = {"rewards": 0.1, "slow_rewards": 2.0, "slower_rewards": 4.0}
+    recipe = write_inputs(made.runs, pauses_s=pauses_s)
+    recipe.write_text(f"{recipe.read_text()}\ncluster:\n  start_timeout_s: 600\n")
     yield made
     made.close()
 
@@ -79,16 +77,7 @@ def all_idle(cluster: SlurmCluster) -> None:
 
 @pytest.fixture(scope="module")
 def weights_of_one_machine(cluster: SlurmCluster) -> str:
-    code, output = cluster.ask("train", "recipe.yaml", f"run_dir={cluster.runs}/alone", timeout_s=LONGEST_S)
-    assert code == 0, output
-    return weights_of(cluster.runs / "alone")
-
-
-def weights_of(run_dir: Path) -> str:
-    summary = read_summary(run_dir)
-    assert summary is not None
-    assert summary.weights_sha256
-    return summary.weights_sha256
+    return train_alone(cluster)
 
 
 def start(
@@ -99,32 +88,11 @@ def start(
     return cluster.start("train", "recipe.yaml", f"run_dir={run_dir}", *options, *overrides), run_dir
 
 
-def finish(command: subprocess.Popen[str]) -> str:
-    output, errors = command.communicate(timeout=LONGEST_S)
-    assert command.returncode == 0, output + errors
-    return output + errors
-
-
 def steps_of(run_dir: Path) -> list[int]:
     """Steps in the order in which they were committed, repeated ones too."""
     found = read_events(run_dir, process="master-0")
     spans = [record.event for record in found if isinstance(record.event, Span)]
     return [int(span.attributes["step"]) for span in spans if span.name == "step"]
-
-
-def num_steps(run_dir: Path) -> int:
-    metrics = run_dir / "metrics.jsonl"
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
-
-
-def wait_for_step(run_dir: Path, step: int, command: subprocess.Popen[str]) -> None:
-    """Wait until so many lines of metrics are committed."""
-
-    def is_there() -> bool:
-        assert command.poll() is None, command.communicate()
-        return num_steps(run_dir) >= step
-
-    until(is_there, f"step {step}", timeout_s=LONGEST_S)
 
 
 def live_pids(run_dir: Path) -> dict[str, tuple[str, int]]:
@@ -338,7 +306,8 @@ def test_a_run_that_reaches_its_time_limit_is_queued_again_and_resumes_by_itself
     cluster.slurm("scontrol", "update", f"jobid={job}", f"timelimit={minutes}")
     output = finish(command)
     restarts = cluster.slurm("scontrol", "show", "job", job)
-    assert "Restarts=1" in restarts and "JobState=COMPLETED" in restarts, restarts
+    # A busy machine may need more than one further job.
+    assert re.search(r"Restarts=[1-9]", restarts) and "JobState=COMPLETED" in restarts, restarts
     assert "it is queued again and resumes by itself" in output
     assert weights_of(run_dir) == weights_of_one_machine
     cluster.assert_nothing_left()
@@ -491,6 +460,26 @@ def test_a_run_that_is_preempted_without_a_grace_time_resumes_from_its_last_chec
     finally:
         cluster.set_preemption(grace_s=60, warns_script=True)
     assert weights_of(run_dir) == weights_of_one_machine
+    cluster.assert_nothing_left()
+
+
+def test_a_soak_inside_of_an_allocation_loses_a_whole_node_and_ends_in_the_bits_of_its_twin(
+    cluster: SlurmCluster, all_idle: None
+) -> None:
+    report = cluster.runs / "soak.json"
+    soak = (
+        *(sys.executable, "-P", "-m", "kintsugi", "soak", "recipe.yaml", f"run_dir={cluster.runs}/soak"),
+        *("--faults", "1", "--role", "node", "--json", str(report), "--on", "slurm"),
+    )
+    allocated = cluster.start(*soak, program=("salloc", "--quiet", "--nodes=3", "--no-kill", "--exclusive"))
+    output, errors = allocated.communicate(timeout=2 * LONGEST_S)
+    assert allocated.returncode == 0, output + errors
+    found = json.loads(report.read_text())
+    (fault,) = found["faults"]
+    assert fault["role"] == "node" and fault["recovered_ms"] is not None and fault["healthy_pids_unchanged"]
+    totals = found["totals"]
+    assert totals["weights_sha256"] == totals["weights_sha256_undisturbed"] != ""
+    assert totals["samples_lost"] == totals["samples_duplicated"] == 0
     cluster.assert_nothing_left()
 
 

@@ -17,22 +17,21 @@ import pytest
 from kintsugi.diagnosis.diagnose import diagnose
 from kintsugi.diagnosis.verdict import FaultKind
 from kintsugi.page.timeline import clock_offsets
-from kintsugi.run_folder.reader import Launcher, read_summary
+from kintsugi.run_folder.reader import Launcher
 from kintsugi.telemetry.events import Alert, Span, read_events
 from tests.cluster import ssh_hosts
+from tests.cluster.hosts_runs import (
+    LONGEST_S,
+    finish,
+    pid_of,
+    rewards,
+    train_alone,
+    wait_for_step,
+    weights_of,
+    write_inputs,
+)
 from tests.cluster.ssh_hosts import SshHosts
-from tests.cluster.tiny_runs import until
 from tests.docs.pages import ROOT, blocks_of
-
-RECIPE = Path(__file__).with_name("recipe.yaml")
-LONGEST_S = 150.0
-REWARDS = """
-import time
-
-def odd_digits(completions, **columns):
-    time.sleep(0.1)
-    return [sum(character in "13579" for character in text) / (len(text) or 1) for text in completions]
-"""
 
 pytestmark = [
     pytest.mark.cluster,
@@ -46,26 +45,14 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
     made = SshHosts(tmp_path_factory.mktemp("ssh"), count=3)
-    (made.runs / "rewards.py").write_text(REWARDS)
-    (made.runs / "slow_rewards.py").write_text(REWARDS.replace("0.1", "1.0"))
-    recipe = RECIPE.read_text().replace("gated_rewards.odd_digits", "rewards.py:odd_digits")
-    (made.runs / "recipe.yaml").write_text(recipe)
+    write_inputs(made.runs, pauses_s={"rewards": 0.1, "slow_rewards": 1.0})
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def weights_of_one_machine(machines: SshHosts) -> str:
-    code, output = machines.ask("train", "recipe.yaml", f"run_dir={machines.runs}/alone", timeout_s=LONGEST_S)
-    assert code == 0, output
-    return weights_of(machines.runs / "alone")
-
-
-def weights_of(run_dir: Path) -> str:
-    summary = read_summary(run_dir)
-    assert summary is not None
-    assert summary.weights_sha256
-    return summary.weights_sha256
+    return train_alone(machines)
 
 
 def start(machines: SshHosts, name: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
@@ -73,27 +60,6 @@ def start(machines: SshHosts, name: str, *overrides: str) -> tuple[subprocess.Po
     hosts_file = str(machines.hosts_file())
     command = machines.start("train", "recipe.yaml", f"run_dir={run_dir}", "--on", hosts_file, *overrides)
     return command, run_dir
-
-
-def finish(command: subprocess.Popen[str]) -> None:
-    output, errors = command.communicate(timeout=LONGEST_S)
-    assert command.returncode == 0, output + errors
-
-
-def wait_for_step(run_dir: Path, step: int, command: subprocess.Popen[str]) -> None:
-    """Wait until so many lines of metrics are committed."""
-    metrics = run_dir / "metrics.jsonl"
-
-    def is_there() -> bool:
-        assert command.poll() is None, command.communicate()
-        return metrics.exists() and len(metrics.read_text().splitlines()) >= step
-
-    until(is_there, f"step {step}", timeout_s=LONGEST_S)
-
-
-def pid_of(machines: SshHosts, text: str) -> int:
-    (pid,) = [pid for pid, command in machines.pids().items() if text in command]
-    return pid
 
 
 def test_three_hosts_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any(
@@ -113,6 +79,7 @@ def test_three_hosts_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any(
     machines.assert_nothing_left()
 
 
+@pytest.mark.hosts
 def test_a_killed_agent_and_a_link_that_is_cut_for_five_seconds_change_no_bit(
     machines: SshHosts, weights_of_one_machine: str
 ) -> None:
@@ -232,7 +199,7 @@ def test_a_soak_loses_whole_machines_and_ends_in_the_bits_of_its_undisturbed_twi
     code, output = machines.ask(
         *("soak", "recipe.yaml", f"run_dir={folder}", "--faults", "2", "--role", "node"),
         *("--json", str(report), "--on", str(machines.hosts_file())),
-        timeout_s=4 * LONGEST_S,
+        timeout_s=LONGEST_S,
     )
     assert code == 0, output
     found = json.loads(report.read_text())
@@ -247,6 +214,26 @@ def test_a_soak_loses_whole_machines_and_ends_in_the_bits_of_its_undisturbed_twi
     lost = [cause for cause in diagnosis.causes if cause.kind is FaultKind.HOST_LOST]
     assert {cause.process for cause in lost} <= {"agent-1", "agent-2", "agent-3"} and lost, diagnosis
     assert {cause.process for cause in diagnosis.causes} == {cause.process for cause in lost}, diagnosis
+    machines.assert_nothing_left()
+
+
+@pytest.mark.hosts
+def test_an_experiment_that_loses_a_machine_is_diagnosed_and_one_that_changes_this_machine_is_refused(
+    machines: SshHosts,
+) -> None:
+    hosts_file, result = str(machines.hosts_file()), machines.runs / "lab.json"
+    where = ("--profile", "ours", "--on", hosts_file)
+    code, output = machines.ask("lab", "run", "S1", *where)
+    assert code == 2 and "S1: --on" in output and "changes the network" in output, output
+    code, output = machines.ask(
+        *("lab", "run", "node_loss", "--folder", str(machines.runs / "lab"), "--json", str(result)),
+        *where,
+        timeout_s=LONGEST_S,
+    )
+    assert code == 0, output
+    (run,) = json.loads(result.read_text())["runs"]
+    assert (run["diagnosed"]["process"], run["diagnosed"]["kind"]) == ("agent-1", "host_lost")
+    assert run["correct"] and run["recovered"] and run["steps_lost"] == 0
     machines.assert_nothing_left()
 
 
@@ -390,7 +377,7 @@ def test_a_package_that_is_missing_on_a_host_is_named_before_the_run_begins(mach
     (machines.runs / "importing.py").write_text(
         "import pathlib\n"
         f"assert pathlib.Path({str(machines.runs / 'recipe.yaml')!r}).exists(), 'only importable on one machine'\n"
-        + REWARDS
+        + rewards(0.1)
     )
     code, output = machines.ask(
         "train",

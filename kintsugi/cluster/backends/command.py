@@ -17,6 +17,8 @@ from kintsugi.runtime.waits import wait_readable
 
 MOST_OUTPUT = 2000
 """Characters of a command's output that are told when it fails."""
+KILLED_S = 1.0
+"""Shortest time for a command that was killed to end, so that no zombie stays."""
 
 
 class EngineCommand:
@@ -94,7 +96,7 @@ class EngineCommand:
             self.was_killed = True
             self.end(number=signal.SIGKILL)
             with suppress(DeadlineExceeded):
-                self._child.wait_ended(whom=self.program, timeout_s=timeout_s)
+                self._child.wait_ended(whom=self.program, timeout_s=max(timeout_s, KILLED_S))
         self._child.status()
         self._child.close()
         if not keep_output:

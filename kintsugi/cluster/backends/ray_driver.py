@@ -330,15 +330,15 @@ def _ask_all(ray: Any, address: str, *, events: int) -> None:
 def _read_orders(orders: queue.SimpleQueue[Order]) -> None:
     """Body of a thread: at end of file this process ends, also while Ray blocks it."""
     decoder = msgspec.json.Decoder(Order)
-    for line in sys.stdin.buffer:
-        orders.put(decoder.decode(line))
+    # Not `sys.stdin`, whose lock the end of the interpreter would wait for.
+    with open(0, "rb", closefd=False) as lines:
+        for line in lines:
+            orders.put(decoder.decode(line))
     os._exit(0)
 
 
-def _serve(ray: Any, job: RayJob, *, events: int) -> None:
-    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+def _serve(ray: Any, job: RayJob, orders: queue.SimpleQueue[Order], *, events: int) -> None:
     hosts = _Hosts(ray, job, events=events)
-    threading.Thread(target=_read_orders, args=(orders,), name="orders", daemon=True).start()
     write_line(events, Connected())
     while True:
         while not orders.empty():
@@ -368,15 +368,19 @@ def main(arguments: list[str]) -> int:
     job = msgspec.json.decode(arguments[0], type=RayJob)
     events = os.dup(1)
     os.dup2(2, 1)
+    question, orders = arguments[1:], queue.SimpleQueue[Order]()
+    if not question:
+        # Before Ray is asked: the pipe holds some hundred orders, and the host manager must not wait for Ray.
+        threading.Thread(target=_read_orders, args=(orders,), name="orders", daemon=True).start()
     try:
         ray = _connect(job)
-        match arguments[1:]:
+        match question:
             case ["--nodes"]:
                 write_line(events, Nodes(_living_nodes(ray)))
             case ["--facts", address]:
                 _ask_all(ray, address, events=events)
             case _:
-                _serve(ray, job, events=events)
+                _serve(ray, job, orders, events=events)
     except BrokenPipeError:
         return 1
     except Exception as error:  # noqa: BLE001 - Ray raises errors of any type; the back end tells the reason.

@@ -41,7 +41,7 @@ from kintsugi.lab.campaign.records import (
     named,
     summarize,
 )
-from kintsugi.lab.faults.catalogue import shares_device
+from kintsugi.lab.faults.catalogue import shares_device, shares_memory
 from kintsugi.lab.injector.injection import Injected
 from kintsugi.lab.injector.injector import Injector
 from kintsugi.lab.scenarios.experiments import Profile, TestbedSpec
@@ -370,6 +370,7 @@ def _record(
             start=each.start,
             host_of=host_of,
             shares_device=shares_device(each.injection.ability, each.mechanism),
+            shares_memory=shares_memory(each.injection.ability, each.mechanism),
         )
         for each in injected
     ]

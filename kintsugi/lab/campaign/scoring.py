@@ -2,7 +2,7 @@
 
 Scoring is strict: the answer must name the target process and the fault kind of what was injected. For a fault of the
 run folder's disk, every process that uses the disk is right; for a fault of name resolution, every process on that
-host; for a neighbour on an accelerator, every rank and server on its host.
+host; for a neighbour on an accelerator and for bytes of shared memory, every rank and server on the host.
 """
 
 from __future__ import annotations
@@ -85,13 +85,15 @@ def expected_cause(
     host_of: dict[str, str],
     kinds: Collection[FaultKind] = (),
     shares_device: bool = False,
+    shares_memory: bool = False,
 ) -> ExpectedCause:
     """Return the right answer; `host_of` maps processes to hosts, `kinds` overrides the kinds of the fault type.
 
-    `shares_device`: the fault is of an accelerator, which all ranks and servers of that host use.
+    `shares_device`: the fault is of an accelerator, which all ranks and servers of that host use. `shares_memory`:
+    bytes were changed in memory that they have mapped, which does not show the process that changed it.
     """
     processes = {target}
-    if shares_device:
+    if shares_device or shares_memory:
         processes |= {
             process
             for process, host in host_of.items()

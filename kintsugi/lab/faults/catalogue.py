@@ -43,6 +43,11 @@ def mechanism_named(ability: Ability, name: str) -> type[FaultMechanism]:
     return next(mechanism for mechanism in MECHANISMS[ability] if mechanism.name == name)
 
 
+def shares_memory(ability: Ability, name: str) -> bool:
+    """Return whether a mechanism changes memory that other processes of the host have mapped too."""
+    return any(mechanism.name == name and mechanism.shares_memory for mechanism in MECHANISMS[ability])
+
+
 def shares_device(ability: Ability, name: str) -> bool:
     """Return whether a mechanism affects every process on the accelerator of its target."""
     return any(mechanism.name == name and mechanism.shares_device for mechanism in MECHANISMS[ability])

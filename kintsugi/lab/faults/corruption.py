@@ -52,6 +52,7 @@ class FlippedMemory(FaultMechanism):
     """Inverts bytes of the memory that the target shares with others, such as weights on their way to a server."""
 
     name = "inverted bytes in its shared memory"
+    shares_memory = True
     supported_parameters = frozenset({"bytes"})
 
     def begin(self) -> None:

@@ -75,6 +75,8 @@ class FaultMechanism:
     """Keys of `Injection.amount` that this mechanism implements."""
     shares_device: ClassVar[bool] = False
     """Whether every process on the accelerator of the target is affected."""
+    shares_memory: ClassVar[bool] = False
+    """Whether memory is changed that ranks and servers of the target's host have in common."""
     ramps: ClassVar[bool] = False
     """Whether the strength grows over `Injection.ramp_s`."""
 

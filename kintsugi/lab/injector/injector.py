@@ -226,6 +226,7 @@ class Injector:
                 f"{', '.join(sorted(ability.value for ability in SIGNALS))}"
             )
         is_whole = injection.ability is Ability.HOST_LOSS
+        remote.connect(remote.host_of(injection.target))
         while True:
             trigger.until_holds()
             trigger.pause()

@@ -70,6 +70,21 @@ def test_bytes_arrive_in_their_place_and_a_connection_is_used_again(both: Proces
     assert both.num_opened == 1 and both.endpoints["model-0"].server.num_connections == 1
 
 
+def test_a_connection_is_not_watched_any_more_when_another_request_may_use_it(both: Processes) -> None:
+    offer, client = offered(both), both.endpoints["server-0"].client
+    watched: list[tuple[object, int]] = []
+    for _ in range(2):
+        parts, places = [BulkRange(0, 0, 4)], [memoryview(bytearray(4))]
+        client.fetch(
+            offer,
+            parts,
+            places,
+            watch=lambda channel: watched.append((channel, len(client._idle.get("model-0", ())))),
+        )
+    first = watched[0][0]
+    assert first is not None and watched == [(first, 0), (None, 0)] * 2
+
+
 def test_a_process_that_is_not_fetched_from_listens_nowhere(both: Processes) -> None:
     offered(both)
     assert both.endpoints["model-0"].server._listener is None
@@ -315,12 +330,13 @@ def test_a_reader_that_does_not_read_is_ended_and_named(
 
 
 class Proxy:
-    """Passes bytes on between a client and a server, and changes one byte of what the server sends."""
+    """Passes bytes on between a client and a server, and attacks what the server sends at one byte: flips a bit of it,
+    ends the stream there, or sends it and those before it once more."""
 
-    def __init__(self, address: str, *, at: int) -> None:
+    def __init__(self, address: str, *, at: int, attack: str = "flip") -> None:
         host, _, port = address.rpartition(":")
         self._target = (host, int(port))
-        self._at = at
+        self._at, self._attack = at, attack
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets = [self._listener]
@@ -335,15 +351,22 @@ class Proxy:
         self._threads[-1].start()
         self._pass(far, near, self._at)
 
-    @staticmethod
-    def _pass(source: socket.socket, target: socket.socket, at: int) -> None:
+    def _pass(self, source: socket.socket, target: socket.socket, at: int) -> None:
         passed = 0
         with suppress(OSError):
             while part := bytearray(source.recv(1 << 16)):
-                if passed <= at < passed + len(part):
-                    part[at - passed] ^= 1
+                here = at - passed
                 passed += len(part)
-                target.sendall(part)
+                if not 0 <= here < len(part):
+                    target.sendall(part)
+                elif self._attack == "cut":
+                    target.sendall(part[:here])
+                    break
+                elif self._attack == "repeat":
+                    target.sendall(part[: here + 1] + part)
+                else:
+                    part[here] ^= 1
+                    target.sendall(part)
         for each in (source, target):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -355,14 +378,17 @@ class Proxy:
             each.close()
 
 
+@pytest.mark.parametrize("attack", ["flip", "cut", "repeat"])
 @pytest.mark.parametrize("at", [10, 5_000, 1_500_000])
-def test_a_bit_that_flips_on_the_wire_is_never_taken_for_data(both: Processes, at: int) -> None:
+def test_what_is_changed_cut_off_or_sent_again_on_the_wire_is_never_taken_for_data(
+    both: Processes, at: int, attack: str
+) -> None:
     offer, own = offered(both), Credentials.create("server-0")
     proxies: list[Proxy] = []
 
     def through_proxy(process: str, request: OpenBulk) -> BulkOpened:
         opened = opened_as(both, "server-0", own)
-        proxies.append(Proxy(opened.address, at=at))
+        proxies.append(Proxy(opened.address, at=at, attack=attack))
         return BulkOpened(proxies[-1].address, opened.session, opened.key, opened.certificate, opened.mode)
 
     client = BulkClient(through_proxy, credentials=lambda: own)

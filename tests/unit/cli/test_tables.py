@@ -92,6 +92,16 @@ def test_incidents_are_readable_at_80_columns_and_a_traceback_is_one_line() -> N
     assert "see       logs/model-1.log in the run folder" in text
 
 
+def test_incidents_fit_a_terminal_of_60_columns_and_no_path_is_broken() -> None:
+    (incident,) = RECOVERED_REPORT.incidents
+    path = "/data/runs/experiment-of-november/checkpoints/.saving-step-000060/trainer.safetensors"
+    full = msgspec.structs.replace(incident.cause, message=f"{path} on disk: No space left on device")
+    many = msgspec.structs.replace(incident, faults=(incident.cause, full))
+    text = tables.incidents_text(IncidentReport((many,), ()), run="runs/mine-1", running=False, width=60)
+    assert max(len(line) for line in text.splitlines() if path not in line) <= 60
+    assert path in text
+
+
 def test_a_number_and_its_unit_are_never_on_two_lines() -> None:
     (incident,) = RECOVERED_REPORT.incidents
     timing = dict.fromkeys(("start", "lock", "rebuild", "repair", "replay", "total"), 0.1)

@@ -61,9 +61,9 @@ def play(
 
 def test_a_round_begins_for_a_new_checkpoint_and_not_again(tmp_path: Path) -> None:
     handle, processes = copier(tmp_path, "true")
-    assert play(handle, processes, seconds=range(10)) == ([], []) and handle.is_done
+    assert (*play(handle, processes, seconds=range(10)), handle.is_done) == ([], [], True)
     save(tmp_path, 5)
-    assert not handle.is_done
+    assert (handle.is_done,) == (False,)
     began, told = play(handle, processes, seconds=range(10, 30))
     assert (len(began), told, handle.is_done) == (1, [], True)
     save(tmp_path, 10)

@@ -10,14 +10,13 @@ import msgspec
 import pytest
 
 from kintsugi.cluster.backends.ssh import RemoteHost, read_hosts_file, ssh_command
-from kintsugi.cluster.file_mirror import FileReader, FileWriter
 from kintsugi.cluster.host_manager import SILENT_S, HostPhase, HostRecord, decide
 from kintsugi.cluster.host_supervisor import RECORD, ScratchRecord, own_machine, remove_leftovers
 from kintsugi.cluster.joining import HostNeeds, versions, why_refused
 from kintsugi.cluster.run_files import SCRATCH, RunFiles
 from kintsugi.config.schema import AlgorithmSection, ClusterSection, Config
 from kintsugi.control.placement import hosts_without_slots, plan_layout
-from kintsugi.errors import ConfigError, RefusedError
+from kintsugi.errors import ConfigError
 from kintsugi.protocol.hosts import HostFacts
 from kintsugi.runtime.proc import process_start_time
 from kintsugi.types import Role
@@ -125,36 +124,6 @@ def test_files_of_a_run_travel_by_digest_and_the_configuration_names_them_where_
     assert str(tmp_path).encode() not in content
     assert files.imports == (f"{SCRATCH}/{by_name['rewards.py'].path}:brevity",)
     assert not list(run_dir.iterdir())
-
-
-def test_whole_lines_of_a_host_are_appended_once_and_in_order(tmp_path: Path) -> None:
-    there, here = tmp_path / "there", tmp_path / "here"
-    (there / "events").mkdir(parents=True)
-    file = there / "events" / "model-0.jsonl"
-    reader, writer = FileReader(there), FileWriter(here)
-
-    def mirror(*, arrives: bool = True) -> None:
-        parts = reader.next_parts()
-        if parts and arrives:
-            writer.append({name: len(part) for name, part in parts.items()}, b"".join(parts.values()))
-            reader.taken()
-
-    file.write_bytes(b'{"a": 1}\n{"b"')
-    mirror()
-    with file.open("ab") as more:
-        more.write(b": 2}\n")
-    mirror(arrives=False)
-    mirror()
-    mirror()
-    assert (here / "events" / "model-0.jsonl").read_bytes() == b'{"a": 1}\n{"b": 2}\n'
-    for content, said in ((b"compiled", ""), (b"compiled", ""), (b"eager", "got 'eager'")):
-        writer.append({"steps": len(content)}, content)
-        assert said in writer.conflict and bool(said) == bool(writer.conflict)
-    assert (here / "steps").read_bytes() == b"compiled"
-    for name in ("config.yaml", "events/../../x.jsonl", "checkpoints/step-1/a.log"):
-        with pytest.raises(RefusedError):
-            writer.append({name: 1}, b"x")
-    writer.close()
 
 
 def test_ranks_are_placed_by_slots_and_neither_on_a_head_without_slots_nor_on_spares() -> None:

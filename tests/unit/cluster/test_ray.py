@@ -167,6 +167,25 @@ for line in sys.stdin:
     backend.give_back(timeout_s=1.0)
 
 
+def test_orders_for_many_hosts_are_taken_while_ray_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver_that(
+        monkeypatch,
+        tmp_path,
+        "import time, types\n"
+        "sys.modules['ray'] = types.SimpleNamespace(init=lambda **options: time.sleep(600))\n"
+        "from kintsugi.cluster.backends.ray_driver import main\n"
+        "sys.exit(main(sys.argv[1:]))",
+    )
+    monkeypatch.setattr(backend_module, "CONNECT_S", 0.5)
+    backend = RayBackend(RayJob("", "kintsugi-x", num_hosts=400))
+    backend.start([HostOrder(f"host-{number}", bytes(1000)) for number in range(1, 401)])
+    told = events_until(backend, lambda told: len(told) == 400)
+    assert "did not join the cluster within 0.5 s" in str(told[0])
+    backend.give_back(timeout_s=1.0)
+
+
 def test_what_is_told_of_an_order_that_was_replaced_is_dropped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

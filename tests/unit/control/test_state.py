@@ -13,6 +13,9 @@ from kintsugi.journal.facts import (
     Fact,
     IncidentClosed,
     IncidentOpened,
+    ProcessJoined,
+    ProcessLost,
+    ProcessRequested,
     RolledBack,
     RunEnded,
     RunStarted,
@@ -25,7 +28,7 @@ from kintsugi.journal.facts import (
     TicketsIssued,
     VersionCurrent,
 )
-from kintsugi.types import Ticket, ticket_id
+from kintsugi.types import Peer, Role, Ticket, ticket_id
 from tests.unit.control.driven import Driven, new_state, scored
 
 
@@ -106,6 +109,31 @@ def test_a_new_term_opens_a_run_that_had_ended_and_no_version_is_current_in_it()
 
 
 FAULT = Fault("a", "ProcessDied", "model-0", "it died", 0.0)
+
+
+def test_digests_of_another_definition_are_not_compared_with_those_of_this_one() -> None:
+    before = fold(*run_to(2))
+    assert set(before.digests) == {1, 2}
+    assert fold(*run_to(2), TermStarted(2, "2", state_format=1)).digests == before.digests
+    after = fold(*run_to(2), TermStarted(2, "2", state_format=2), *step_facts(3))
+    assert after.digests == {3: "state 3"}
+    restored = fold(after.fold(), TermStarted(3, "3", state_format=2))
+    assert (restored.digests, restored.state_format) == ({3: "state 3"}, 2)
+
+
+def test_a_rank_is_at_home_where_it_has_committed_a_step_last() -> None:
+    def joined(host: str, incarnation: str) -> list[Fact]:
+        peer = Peer("model-0", incarnation, host, "", b"")
+        requested = ProcessRequested("model-0", Role.MODEL, host, incarnation)
+        return [requested, ProcessJoined(peer, Role.MODEL, 1)]
+
+    lost = ProcessLost("model-0", "1.1", Fault("f", "ProcessDied", "model-0", "killed", 0.0))
+    first = [*run_to(0), *joined("host-1", "1.1"), *step_facts(1)]
+    assert fold(*first).homes == {"model-0": "host-1"}
+    elsewhere = [*first, lost, *joined("host-0", "1.2")]
+    assert fold(*elsewhere).homes == {"model-0": "host-1"}
+    assert fold(*elsewhere, *step_facts(2)).homes == {"model-0": "host-0"}
+    assert fold(fold(*elsewhere).fold()).homes == {"model-0": "host-1"}
 
 
 def test_a_master_that_adopts_a_run_still_knows_that_it_is_to_stop_and_what_is_being_mended() -> None:

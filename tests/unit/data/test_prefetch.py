@@ -12,6 +12,7 @@ from kintsugi.data.columns import needs_of
 from kintsugi.data.dataset import open_data
 from kintsugi.data.prefetch import PrefetchingReader, measured_tokens
 from kintsugi.data.tokenized import RowTokenizer, prompt_tokens
+from kintsugi.errors import DataError
 from kintsugi.model.tokenizer import Tokenizer, character_tokenizer
 from kintsugi.types import Row
 
@@ -156,3 +157,31 @@ class TestReady:
         feed.make_ready(within_s=5.0)
         feed._read = None  # type: ignore[method-assign,assignment]
         assert feed.training(stage="sft", seed=0, epoch=0, position=2)[0].prompt == "2+1="
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_rows_that_are_tokenized_together_have_the_tokens_of_each_alone(
+    tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "_ROWS_AT_ONCE", 4)
+    config = settings(tmp_path, algorithm=algorithm, num_rows=15, chat_template=True, system="say")
+    part = open_data(config, run_dir=tmp_path).parts[0]
+    feeding = RowTokenizer(chatting(), config.data, needs_of(config))
+    found = measured_tokens(part.train, None, feeding)
+    assert isinstance(found, list)
+    assert found == [feeding.tokenize(part.train.row(index)) for index in range(len(part.train))]
+
+
+def test_the_row_that_can_not_be_tokenized_is_named_among_many(tmp_path: Path) -> None:
+    config = settings(tmp_path, algorithm="grpo", num_rows=15, chat_template=True)
+    part = open_data(config, run_dir=tmp_path).parts[0]
+    tokenizer = character_tokenizer(ALPHABET.replace("7", ""))
+    tokenizer.chat_template = TEMPLATE
+    with pytest.raises(DataError, match=r"no token for \['7'\] in '<u>7\+1=<a>'"):
+        measured_tokens(part.train, None, RowTokenizer(tokenizer, config.data, needs_of(config)))
+
+
+def test_texts_are_not_made_as_long_as_the_longest() -> None:
+    tokenizer = chatting()
+    tokenizer._backend.enable_padding(pad_id=0, pad_token="<pad>")
+    assert tokenizer.encode_each(["1", "123"]) == [tokenizer.encode("1"), tokenizer.encode("123")]

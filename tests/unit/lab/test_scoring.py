@@ -13,6 +13,7 @@ from kintsugi.lab.campaign.scoring import (
     row,
     score,
 )
+from kintsugi.lab.faults.catalogue import MECHANISMS, shares_memory
 from kintsugi.lab.injector.injection import Ability
 
 HOSTS = {"model-0": "host-0", "model-1": "host-1", "server-1": "host-1"}
@@ -133,6 +134,18 @@ def test_a_table_row_adds_up_right_wrong_and_silent() -> None:
 def test_a_table_without_cases_has_no_shares_and_does_not_fail() -> None:
     nothing = row([], [])
     assert (nothing.verdict_s, nothing.top1, nothing.abstained, nothing.misdiagnosed) == (None,) * 4
+
+
+def test_bytes_of_shared_memory_are_found_at_every_process_that_has_it_mapped() -> None:
+    hosts = {**HOSTS, "rollout-1": "host-1"}
+    (mechanism,) = [each for each in MECHANISMS[Ability.CORRUPT] if each.shares_memory]
+    assert shares_memory(Ability.CORRUPT, mechanism.name)
+    inverted = expected_cause(
+        Ability.CORRUPT, target="server-1", start=0.0, host_of=hosts, shares_memory=True
+    )
+    assert inverted.processes == {"model-1", "server-1"}
+    other = expected_cause(Ability.CORRUPT, target="server-1", start=0.0, host_of=hosts)
+    assert other.processes == {"server-1"}
 
 
 def test_a_neighbour_on_an_accelerator_is_found_at_every_rank_and_server_of_its_host() -> None:

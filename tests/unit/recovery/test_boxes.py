@@ -199,7 +199,7 @@ def test_a_group_becomes_smaller_only_while_each_part_has_a_rank(
 def test_a_rank_takes_the_parts_from_its_replica_where_it_is_whole(
     ranks: tuple[int, ...], shards: int, expected: list[list[int]]
 ) -> None:
-    names = [f"model-{rank}" for rank in ranks]
+    names = tuple(f"model-{rank}" for rank in ranks)
     mesh = Mesh(shards)
     assert sources_of(names, mesh) == expected
     assert without_holder(names, mesh) == ()

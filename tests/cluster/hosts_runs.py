@@ -1,0 +1,99 @@
+"""Whole runs on several machines, whatever engine they are hosts of: inputs, outcome, and waits for their steps."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from kintsugi.run_folder.reader import read_summary
+from tests.cluster.tiny_runs import until
+
+LONGEST_S = 600.0
+"""A run takes half a minute; this only bounds a broken one, also on a busy machine."""
+SLOWLY = "algorithm.reward=[slow_rewards.py:odd_digits]"
+"""The same rewards, so the same weights; something can happen to the run before it ends."""
+_RECIPE = Path(__file__).with_name("recipe.yaml")
+_REWARDS = """
+import time
+
+def odd_digits(completions, **columns):
+    time.sleep(PAUSE_S)
+    return [sum(character in "13579" for character in text) / (len(text) or 1) for text in completions]
+"""
+
+
+class Machines(Protocol):
+    """The machines of an engine, and commands on the one that launches runs."""
+
+    @property
+    def runs(self) -> Path:
+        """Folder of that machine in which its commands run."""
+        ...
+
+    def ask(self, *arguments: str, timeout_s: float) -> tuple[int, str]:
+        """Run a `kintsugi` command to its end; return its exit code and what it wrote."""
+        ...
+
+    def pids(self) -> Mapping[int, str]:
+        """Pid and command of every process of Kintsugi on these machines."""
+        ...
+
+
+def rewards(pause_s: float) -> str:
+    """Return a module with a reward that takes this long."""
+    return _REWARDS.replace("PAUSE_S", str(pause_s))
+
+
+def write_inputs(runs: Path, *, pauses_s: Mapping[str, float]) -> Path:
+    """Write modules of rewards, by their names, and the recipe; return the recipe. Its reward is that of `rewards`."""
+    for name, pause_s in pauses_s.items():
+        (runs / f"{name}.py").write_text(rewards(pause_s))
+    recipe = runs / "recipe.yaml"
+    recipe.write_text(_RECIPE.read_text().replace("gated_rewards.odd_digits", "rewards.py:odd_digits"))
+    return recipe
+
+
+def weights_of(run_dir: Path) -> str:
+    summary = read_summary(run_dir)
+    assert summary is not None
+    assert summary.weights_sha256
+    return summary.weights_sha256
+
+
+def train_alone(machines: Machines) -> str:
+    """Run the recipe on the launcher's machine alone; return the digest of its weights."""
+    run_dir = machines.runs / "alone"
+    code, output = machines.ask("train", "recipe.yaml", f"run_dir={run_dir}", timeout_s=LONGEST_S)
+    assert code == 0, output
+    return weights_of(run_dir)
+
+
+def finish(command: subprocess.Popen[str]) -> str:
+    """Wait for the end of a command, which must succeed; return what it wrote."""
+    output, errors = command.communicate(timeout=LONGEST_S)
+    assert command.returncode == 0, output + errors
+    return output + errors
+
+
+def num_steps(run_dir: Path) -> int:
+    """Lines of metrics that are committed."""
+    metrics = run_dir / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def wait_for_step(run_dir: Path, step: int, command: subprocess.Popen[str]) -> None:
+    """Wait until so many lines of metrics are committed."""
+
+    def is_there() -> bool:
+        assert command.poll() is None, command.communicate()
+        return num_steps(run_dir) >= step
+
+    until(is_there, f"step {step}", timeout_s=LONGEST_S)
+
+
+def pid_of(machines: Machines, text: str) -> int:
+    """Pid of the only process whose command contains a text."""
+    (pid,) = [pid for pid, command in machines.pids().items() if text in command]
+    return pid
