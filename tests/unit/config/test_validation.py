@@ -396,6 +396,29 @@ def test_what_a_cut_state_does_not_allow_is_refused_by_name(
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
+        (("actor.logical_slices=3",), ["`actor.logical_slices`", "a power of two", "got 3"]),
+        (("actor.logical_slices=0",), ["`actor.logical_slices`", "a power of two", "got 0"]),
+        (("actor.logical_slices=64",), ["`actor.logical_slices`=64", "`num_kv_heads` divisible by"]),
+        (
+            ("actor.logical_slices=2", "actor.layout.tensors=4", "actor.workers=4"),
+            ["`actor.layout.tensors`", "a divisor of `actor.logical_slices`=2", "got 4"],
+        ),
+        (
+            ("actor.logical_slices=2", "actor.layout.tensors=2", "weights.transport=disk"),
+            ["`weights.transport`", "auto or stream", "`actor.layout.tensors`=2"],
+        ),
+    ],
+)
+def test_slices_that_a_model_or_its_ranks_can_not_have_are_refused_by_name(
+    overrides: tuple[str, ...], parts: list[str]
+) -> None:
+    message = refusal("actor.workers=2", *overrides)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
         (("actor.workers=3",), ["`actor.layout.stages`", "a divisor of `actor.workers`=3", "got 2"]),
         (
             ("actor.workers=6", "actor.layout.shards=2"),
@@ -406,7 +429,10 @@ def test_what_a_cut_state_does_not_allow_is_refused_by_name(
             ("actor.layout.replicas=2",),
             ["`actor.layout.replicas`", "expected 1 (", "`actor.layout.stages`=2"],
         ),
-        (("actor.layout.tensors=2", "actor.workers=4"), ["`actor.layout.tensors`", "not possible yet"]),
+        (
+            ("actor.layout.tensors=2", "actor.workers=4"),
+            ["`actor.layout.tensors`", "a divisor of `actor.logical_slices`=1", "got 2"],
+        ),
         (
             ("actor.logical_shards=3", "actor.workers=4"),
             ["`actor.logical_shards`", "a multiple of 2", "got 3"],
