@@ -406,7 +406,6 @@ def test_what_a_cut_state_does_not_allow_is_refused_by_name(
             ("actor.layout.replicas=2",),
             ["`actor.layout.replicas`", "expected 1 (", "`actor.layout.stages`=2"],
         ),
-        (("actor.layout.tensors=2", "actor.workers=4"), ["`actor.layout.tensors`", "not possible yet"]),
         (
             ("actor.logical_shards=3", "actor.workers=4"),
             ["`actor.logical_shards`", "a multiple of 2", "got 3"],
