@@ -167,7 +167,8 @@ class ProcessGroup:
         flat = tensor.contiguous().flatten()
         gathered = flat.new_empty(self.size * flat.numel())
         try:
-            start_all_gather(self._backend, flat, into=gathered, timeout=timedelta(seconds=timeout_s)).wait()
+            work = start_all_gather(self._backend, flat, into=gathered, timeout=timedelta(seconds=timeout_s))
+            work.wait()  # With NCCL the stream of the device waits, not the host.
         except RuntimeError as error:
             raise self._broken(what, error) from error
         return gathered.view(self.size, *tensor.shape)
