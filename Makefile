@@ -102,13 +102,8 @@ system-packages:
 			"Faults and tests that need them are skipped"; \
 	fi
 
-# The type checker uses one core for two minutes: it runs beside the first tests.
-test: system-packages $(SETUP_TEST)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(CHECKED) & types=$$!; \
-	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "$(LEAN)"; tests=$$?; \
-	wait $$types && exit $$tests
+test: system-packages lint
+	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "$(LEAN)"
 	$(BIN)/python -m pytest $(SLOWEST) $(PAIRED) -m "$(LEAN)"
 	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "$(LEAN)"
 
