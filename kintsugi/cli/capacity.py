@@ -108,7 +108,7 @@ def _layout_lines(memory: RunMemory) -> Iterator[str]:
 
 
 def _layers(memory: RunMemory, seat: Seat) -> str:
-    """What a rank computes of a model, and the memory that it needs; empty if it computes all of it."""
+    """Describe the part of a model that a rank computes, and its memory; empty if it computes all of it."""
     if seat.mesh.model_ranks == 1:
         return ""
     layers = part_of(memory.model, seat).layers

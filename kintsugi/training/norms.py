@@ -28,7 +28,7 @@ CHUNK_ELEMENTS = 1 << 12
 CPU_PIECE_ELEMENTS, PIECE_ELEMENTS = 1 << 17, 16 << 20
 """Elements that are squared at once: what the caches of a CPU hold, and few enough for an accelerator's memory."""
 WORD_BITS = 62
-"""Of a sum, in each of the two words in which it is sent."""
+"""Bits of a sum in each of the two words in which it is sent."""
 
 
 def gradient_norm(
