@@ -68,6 +68,7 @@ from kintsugi.protocol.membership import Ok
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.disk import write_atomically
+from kintsugi.runtime.waits import wait
 from kintsugi.telemetry.disk_budget import DISK_BUDGET
 from kintsugi.telemetry.events import Alert, EventLog, FaultSeen, HostLost, Note
 from kintsugi.telemetry.verdict_files import HostNotice, give_notice
@@ -179,15 +180,21 @@ def why_not_reached(address: str, port: int) -> str:
     `REACH_S`."""
     if not port:
         return ""
-    try:
-        socket.create_connection((address, port), timeout=REACH_S).close()
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        return (
-            f"it can not be reached at {address}, its own address, port {port} ({reason}): expected "
-            "TCP between all machines in both directions; it is behind NAT, or a firewall closes its ports"
-        )
-    return ""
+
+    def attempt(remaining_s: float) -> str:
+        try:
+            socket.create_connection((address, port), timeout=max(0.1, min(remaining_s, REACH_S))).close()
+        except (OSError, OverflowError) as error:
+            return f"{getattr(error, 'strerror', None) or error}"
+        return ""
+
+    reason = wait(attempt, whom=address, what="a connection", timeout_s=REACH_S)
+    if not reason:
+        return ""
+    return (
+        f"it can not be reached at {address}, its own address, port {port} ({reason}): expected TCP between all "
+        "machines in both directions; it is behind NAT, or a firewall closes its ports"
+    )
 
 
 def open_backend(config: Config, *, job: str) -> tuple[Backend, dict[str, HostNeeds], dict[str, str]]:
