@@ -19,12 +19,8 @@ SLOWEST := --durations 15 --durations-min 5
 TINY := tests/cluster/test_cleanup.py tests/cluster/test_restarts.py
 # A worker per core; one that has finished takes tests from the others. The longest, the pages of docs/, come first.
 PARALLEL := --numprocesses auto --dist worksteal tests/docs $(TINY) tests/unit tests/simulation
-# Whole runs that come one after the other and use about one core: two files at a time, the longest first.
-PAIRS := $(addprefix tests/cluster/test_,serve.py kept_processes.py soak.py rewards.py python.py environments.py weights.py \
-	fragile.py learning_health.py)
-PAIRED := --numprocesses 2 --dist loadfile $(PAIRS)
-# Other real clusters want the machine to themselves: they measure, count processes and descriptors, and have deadlines.
-ALONE := tests/cluster tests/browser tests/extras $(TINY:%=--ignore %) $(PAIRS:%=--ignore %)
+# Real clusters want the machine to themselves: they count processes and descriptors, and have deadlines.
+ALONE := tests/cluster tests/browser tests/extras $(TINY:%=--ignore %)
 # What has a target of its own.
 LEAN := not gpu and not hosts and not slurm and not ray and not kubernetes and not mindspore and not sharding
 # Programs of the system that the fault laboratory calls, the browser of tests/browser, and sshd of hosts in namespaces;
@@ -104,12 +100,10 @@ system-packages:
 
 test: system-packages lint
 	$(BIN)/python -m pytest $(SLOWEST) $(PARALLEL) -m "$(LEAN)"
-	$(BIN)/python -m pytest $(SLOWEST) $(PAIRED) -m "$(LEAN)"
 	$(BIN)/python -m pytest $(SLOWEST) $(ALONE) -m "$(LEAN)"
 
 test-fast: system-packages $(SETUP_TEST)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and $(LEAN)"
-	$(BIN)/python -m pytest $(PAIRED) -m "not slow and $(LEAN)"
 	$(BIN)/python -m pytest $(ALONE) -m "not slow and $(LEAN)"
 
 # Runs over ssh on hosts in namespaces of this machine (root): losses of hosts, links and launchers, refusals.
