@@ -70,23 +70,6 @@ ALLOWED = {
         ),
     ): IN_THE_LOOP_OF_THE_API,
     ("cluster/backends/ray.py", "os.read(self._events, 65536)"): NON_BLOCKING_PIPE,
-    ("cluster/backends/command.py", "os.read(self._answers, 65536)"): "runtime.wait saw it readable",
-    (
-        "lab/injector/injector.py",
-        "remote.connect(remote.host_of(injection.target))",
-    ): "our own method; it waits through runtime.wait",
-    (
-        "lab/injector/injector.py",
-        "self._run.remote.connect(host)",
-    ): "our own method; it waits through runtime.wait",
-    (
-        "model/sliced_logprobs.py",
-        "(of_slice - rest).gather(0, settings.owners(targets)[None])",
-    ): "an operation on a tensor",
-    (
-        "training/process_group.py",
-        "start_all_gather(self._backend, flat, into=gathered, timeout=timedelta(seconds=timeout_s)).wait()",
-    ): "of NCCL: the device waits for it, not the host",
     (
         "cluster/backends/command.py",
         "os.read(self._answers, 65536)",
