@@ -75,10 +75,6 @@ ALLOWED = {
         "os.read(self._answers, 65536)",
     ): "`wait_readable` has found something to read",
     (
-        "cluster/host_manager.py",
-        "socket.create_connection((address, port), timeout=REACH_S)",
-    ): "once per host that joins, with a timeout of two seconds",
-    (
         "lab/injector/injector.py",
         "remote.connect(remote.host_of(injection.target))",
     ): "our own method; its answer is awaited through runtime.wait",
@@ -87,10 +83,6 @@ ALLOWED = {
         "model/sliced_logprobs.py",
         "(of_slice - rest).gather(0, settings.owners(targets)[None])",
     ): "of a tensor, on its device",
-    (
-        "training/process_group.py",
-        ("start_all_gather(self._backend, flat, into=gathered, timeout=timedelta(seconds=timeout_s)).wait()"),
-    ): "with NCCL it is enqueued on the device, and the host does not wait",
     (
         "cluster/backends/ray_actor.py",
         "os.read(reader, 64)",
