@@ -40,6 +40,7 @@ FILES = {
     "hosts_file": "joined_hosts.json",
     "slurm_job_file": "slurm_job.json",
     "slurm_script_file": "slurm_job.sh",
+    "copies_file": "copies.json",
     "checkpoints_folder": "checkpoints",
     "evaluations_folder": "evaluations",
     "events_folder": "events",

@@ -125,9 +125,11 @@ def test_a_clock_that_was_set_back_hides_no_figures(run: RecordedRun, store: Run
 def test_how_a_kind_begins_means_figures_only_where_nothing_else_begins_so(
     run: RecordedRun, store: RunStore
 ) -> None:
-    run.measure("agent-0", ProcessReading("model-0", 7, "S"), HostReading("host-0"), at=1.0)
+    run.measure(
+        "agent-0", ProcessReading("model-0", 7, "S"), ClockOffsetReading("host-0", 0.0, 0.001), at=1.0
+    )
     assert set(kinds(store, SearchQuery(kind="process"))) == {"ProcessRequested"}
-    assert kinds(store, SearchQuery(kind="host")) == ["HostSample"]
+    assert kinds(store, SearchQuery(kind="clock")) == ["ClockSample"]
 
 
 def test_figures_are_not_followed(store: RunStore) -> None:
