@@ -11,7 +11,8 @@ lost, is ordered again under a new ticket, with pauses; the processes of the run
 the master decides on its own. A host that can not join when the run begins ends the run by name.
 
 It ends with the lifeline of the launcher: all hosts are told to end, then everything is given back. What joined is
-recorded in `joined_hosts.json`, with which a successor of this process goes on.
+recorded in `joined_hosts.json`, and the files of the hosts are kept in `host_files/` (`run_files.py`), with which a
+successor of this process goes on.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from kintsugi.cluster.joining import (
     versions,
     why_refused,
 )
-from kintsugi.cluster.run_files import RunFiles
+from kintsugi.cluster.run_files import RunFiles, remove_kept_files
 from kintsugi.cluster.spawn import own_session_and_log
 from kintsugi.config.schema import Config
 from kintsugi.errors import Fault, KintsugiError, RefusedError, fault_of
@@ -225,10 +226,10 @@ class HostManager:
         config = handover.config
         self._run_dir = Path(handover.run_dir)
         self._log = EventLog(RunFolder(self._run_dir).events_file(HOST_MANAGER), process=HOST_MANAGER)
-        self._files = RunFiles(config, run_dir=self._run_dir)
+        self._job = handover.agents[0].job
+        self._files = RunFiles(config, run_dir=self._run_dir, job=self._job)
         self._writer = FileWriter(self._run_dir)
         self._agents = {agent.host: agent for agent in handover.agents}
-        self._job = handover.agents[0].job
         # The names are read once: a hosts file may be changed, and names may not resolve, when a host is lost.
         self._backend, self._needs, self._names = open_backend(config, job=self._job)
         self._endpoint = Endpoint(
@@ -269,6 +270,7 @@ class HostManager:
                 if self._ending_at is None:
                     self._check(self._clock.monotonic())
             RunFolder(self._run_dir).hosts_file.unlink(missing_ok=True)
+            remove_kept_files(self._run_dir)
         finally:
             # After an error the hosts stay, and so does the file: the next host manager goes on with them.
             if self._ending_at is not None:
@@ -589,6 +591,7 @@ def main(arguments: list[str]) -> int:
         if kept_hosts(Path(handover.run_dir), job=handover.agents[0].job) is None:
             with contextlib.suppress(BrokenPipeError, BlockingIOError):
                 os.write(handover.report, encode_report(HostFailed("the hosts", str(error))))
+            remove_kept_files(Path(handover.run_dir))
         return EXIT_USER_ERROR
     return 0
 

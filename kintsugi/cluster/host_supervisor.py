@@ -296,7 +296,8 @@ class _HostSupervisor:
                 self._link.heard()
         if digest.hexdigest() != file.digest:
             raise IntegrityError(
-                f"{file.path}: expected the file of xxh3 {file.digest}, got {digest.hexdigest()}"
+                f"{file.path}: expected the file of xxh3 {file.digest}, got {digest.hexdigest()}; it was changed "
+                "on the launcher's machine since the run was started or resumed: put it back, or stop and resume"
             )
         if not file.modified_ns and SCRATCH.encode() in (contents := target.read_bytes()):
             target.write_bytes(fill_in_scratch(contents, self._folder))

@@ -2,12 +2,21 @@
 
 A host has a scratch folder in place of the run folder. Files of the run folder have the same names there; files from
 elsewhere are put below `files/`, and the configuration on that host names them there.
+
+All hosts of a session get the same files, also those that are ordered again after a file was edited: the first host
+manager keeps them in `host_files/` of the run folder, where its successors find them. Copied are all Python files, and
+models and data up to `MOST_COPIED_FILE_BYTES` each and `MOST_COPIED_BYTES` together. Larger ones, and those that lie in
+the run folder anyway, stay in their place and must not change. The folder is removed at the end of the session:
+`kintsugi resume` takes the files as they are then.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,62 +29,128 @@ from kintsugi.config.schema import Config
 from kintsugi.errors import ConfigError
 from kintsugi.protocol.hosts import RunFile
 from kintsugi.run_folder.layout import RELATIVE, RunFolder
+from kintsugi.runtime.disk import storage_errors, write_atomically
 from kintsugi.runtime.user_modules import IN_A_FILE
 
 COPIES = "files"
 """Folder of copies in the scratch folder of a host."""
 MOST_NEIGHBOURS = 1000
 """Python files beside a file of user code, which it may import."""
+MOST_COPIED_FILE_BYTES, MOST_COPIED_BYTES = 64 << 20, 1 << 30
+"""Largest file of a model or of data that is copied into the run folder, and all of them together."""
 _BLOCK = 1 << 20
 
 
-class RunFiles:
-    """Files of one run, found once: what travels, and where each of them is on this machine."""
+class KeptFiles(msgspec.Struct, frozen=True):
+    """`host_files/index.json` of a run folder."""
 
-    def __init__(self, config: Config, *, run_dir: Path) -> None:
-        """ConfigError names a file that can not be read."""
-        self._run_dir = run_dir
-        self._moved: dict[str, str] = {}
-        """Path on this machine → path relative to the scratch folder."""
-        self._sources: dict[str, Path] = {}
-        """Digest → file on this machine."""
-        self.files: list[RunFile] = []
-        for path in _named_files(config, run_dir=run_dir):
-            self._add(path, as_path=self._copy_of(path))
+    job: str
+    files: tuple[RunFile, ...]
+    places: dict[str, str]
+    """Digest → file on this machine."""
+    python_path: tuple[str, ...]
+    """Folders of modules that travel, relative to the scratch folder."""
+    imports: tuple[str, ...]
+    """User code that the hosts import, by the names that it has there."""
+
+
+class RunFiles:
+    """Files of one session of a run, kept by its first host manager: what travels, and where it is on this machine."""
+
+    def __init__(self, config: Config, *, run_dir: Path, job: str) -> None:
+        """ConfigError names a file that can not be read; StorageError if the files can not be kept."""
+        kept = _kept_files(run_dir, job=job) or _keep_files(config, run_dir=run_dir, job=job)
+        self._places = kept.places
+        self.python_path, self.imports = kept.python_path, kept.imports
+        self.files = list(kept.files)
         self._contents: dict[str, bytes] = {}
-        """Digest → contents that are made for the hosts."""
-        self._add_contents(str(RELATIVE.config_file), self._config_for_hosts(config))
-        data_file = RunFolder(run_dir).data_file
-        if data_file.exists():
-            tree = self._moved_in(msgspec.json.decode(data_file.read_bytes()))
-            self._add_contents(str(RELATIVE.data_file), msgspec.json.encode(tree))
-        if RunFolder(run_dir).decode_step_file.exists():
-            self._add(RunFolder(run_dir).decode_step_file, as_path=str(RELATIVE.decode_step_file))
+        """Digest → contents of a file that is made while the run runs."""
+        decode_step_file = RunFolder(run_dir).decode_step_file
+        if decode_step_file.exists():
+            with storage_errors(f"could not read {decode_step_file}"):
+                contents, status = decode_step_file.read_bytes(), decode_step_file.stat()
+            digest = xxhash.xxh3_128_hexdigest(contents)
+            self._contents[digest] = contents
+            as_path = str(RELATIVE.decode_step_file)
+            self.files.append(RunFile(as_path, digest, len(contents), status.st_mtime_ns))
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
         return sum(each.size for each in self.files)
 
-    @property
-    def python_path(self) -> tuple[str, ...]:
-        """Folders of modules that travel, relative to the scratch folder."""
-        files = (module_file(path) for path in self._imports if IN_A_FILE not in path)
-        return tuple(dict.fromkeys(self._moved[str(path.parent)] for path in files if path is not None))
-
-    @property
-    def imports(self) -> tuple[str, ...]:
-        """User code that the hosts import, by the names that it has there."""
-        return self._imports
-
     def read(self, digest: str, *, offset: int, size: int) -> tuple[bytes, int]:
         """Return a part of a file and the size of the whole; KeyError if no file has this digest."""
         if (contents := self._contents.get(digest)) is not None:
             return contents[offset : offset + size], len(contents)
-        path = self._sources[digest]
-        with path.open("rb") as file:
+        with open(self._places[digest], "rb") as file:
             file.seek(offset)
-            return file.read(size), path.stat().st_size
+            return file.read(size), os.fstat(file.fileno()).st_size
+
+
+def remove_kept_files(run_dir: Path) -> None:
+    """Remove the files that were kept for the hosts of a session, which has ended."""
+    shutil.rmtree(RunFolder(run_dir).host_files_folder, ignore_errors=True)
+
+
+def _kept_files(run_dir: Path, *, job: str) -> KeptFiles | None:
+    """Return the files that an earlier host manager of this session has kept; None if there was none. StorageError if
+    they can not be read: new ones could differ from those that the hosts have."""
+    path = RunFolder(run_dir).host_files_index_file
+    with storage_errors(f"could not read {path}"):
+        if not path.exists():
+            return None
+        contents = path.read_bytes()
+    try:
+        kept = msgspec.json.decode(contents, type=KeptFiles)
+    except msgspec.DecodeError:  # Of another version of this program, and so of another session.
+        return None
+    return kept if kept.job == job else None
+
+
+def _keep_files(config: Config, *, run_dir: Path, job: str) -> KeptFiles:
+    """Keep the files of a run for a session that begins, in place of those of an earlier one."""
+    remove_kept_files(run_dir)
+    folder = RunFolder(run_dir).host_files_folder
+    try:
+        with storage_errors(f"could not keep the files of the hosts in {folder}"):
+            folder.mkdir(mode=0o700)
+            found = _FoundFiles(config, run_dir=run_dir.resolve())
+            kept = KeptFiles(job, tuple(found.files), found.places, found.python_path, found.imports)
+            index = RunFolder(run_dir).host_files_index_file
+            write_atomically(index, msgspec.json.encode(kept), durable=False, mode=0o600)
+    except BaseException:
+        remove_kept_files(run_dir)
+        raise
+    return kept
+
+
+class _FoundFiles:
+    """Files of one run, found and kept once."""
+
+    def __init__(self, config: Config, *, run_dir: Path) -> None:
+        self._run_dir, self._folder = run_dir, RunFolder(run_dir).host_files_folder
+        self._bytes_left = MOST_COPIED_BYTES
+        self._moved: dict[str, str] = {}
+        """Path on this machine → path relative to the scratch folder."""
+        self.files: list[RunFile] = []
+        self.places: dict[str, str] = {}
+        """Digest → file on this machine."""
+        for path in _named_files(config, run_dir=run_dir):
+            self._add(path, as_path=self._copy_of(path))
+        moved = self._config_for_hosts(config)
+        self.imports = tuple(_user_code(moved))
+        modules = (module_file(path) for path in self.imports if IN_A_FILE not in path)
+        folders = (self._moved[str(path.parent)] for path in modules if path is not None)
+        self.python_path = tuple(dict.fromkeys(folders))
+        dump(moved, self._folder / RELATIVE.config_file)
+        self._add_made(RELATIVE.config_file)
+        data_file = RunFolder(run_dir).data_file
+        if data_file.exists():
+            tree = self._moved_in(msgspec.json.decode(data_file.read_bytes()))
+            contents = msgspec.json.encode(tree)
+            write_atomically(self._folder / RELATIVE.data_file, contents, durable=False, mode=0o600)
+            self._add_made(RELATIVE.data_file)
 
     def _copy_of(self, path: Path) -> str:
         """Return where a file is on the hosts: below `COPIES`, under the name of its folder, which keeps neighbours
@@ -87,31 +162,53 @@ class RunFiles:
         return relative
 
     def _add(self, path: Path, *, as_path: str) -> None:
+        """Add a file; the digest is of the very bytes that are copied."""
         try:
-            digest, status = _digest(path), path.stat()
+            status = path.stat()
         except OSError as error:
-            raise ConfigError(f"{path}: expected a file to copy to the hosts: {error.strerror}") from error
-        self._sources[digest] = path
-        self.files.append(RunFile(as_path, digest, status.st_size, status.st_mtime_ns))
+            raise _unreadable(path, error) from error
+        digest, size = xxhash.xxh3_128(), 0
 
-    def _add_contents(self, as_path: str, contents: bytes) -> None:
+        def hashed() -> Iterator[bytes]:
+            nonlocal size
+            for block in _blocks(path):
+                digest.update(block)
+                size += len(block)
+                yield block
+
+        if self._is_copied(path, size=status.st_size):
+            target = self._folder / as_path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(target, hashed(), durable=False, mode=0o600)
+            place = target
+        else:
+            deque(hashed(), maxlen=0)
+            place = path.absolute()
+        self.places.setdefault(digest.hexdigest(), str(place))
+        self.files.append(RunFile(as_path, digest.hexdigest(), size, status.st_mtime_ns))
+
+    def _is_copied(self, path: Path, *, size: int) -> bool:
+        if path.suffix == ".py":
+            return True
+        if path.is_relative_to(self._run_dir) or size > min(MOST_COPIED_FILE_BYTES, self._bytes_left):
+            return False
+        self._bytes_left -= size
+        return True
+
+    def _add_made(self, relative: Path) -> None:
+        """Add a file that was made for the hosts."""
+        path = self._folder / relative
+        contents = path.read_bytes()
         digest = xxhash.xxh3_128_hexdigest(contents)
-        self._contents[digest] = contents
-        self.files.append(RunFile(as_path, digest, len(contents)))
+        self.places[digest] = str(path)
+        self.files.append(RunFile(str(relative), digest, len(contents)))
 
-    def _config_for_hosts(self, config: Config) -> bytes:
+    def _config_for_hosts(self, config: Config) -> Config:
         """Return the configuration with the paths of the hosts; `SCRATCH` stands for their folder."""
         tree = self._moved_in(msgspec.to_builtins(config))
         tree["run_dir"] = SCRATCH
         tree["data"]["cache_dir"] = f"{SCRATCH}/cache"
-        moved = msgspec.convert(tree, Config)
-        self._imports = tuple(path for path in _user_code(moved))
-        unfinished = self._run_dir / ".config-for-hosts.yaml"
-        try:
-            dump(moved, unfinished)
-            return unfinished.read_bytes()
-        finally:
-            unfinished.unlink(missing_ok=True)
+        return msgspec.convert(tree, Config)
 
     def _moved_in(self, tree: Any) -> Any:
         """Replace paths of this machine in a tree of values."""
@@ -137,12 +234,18 @@ def fill_in_scratch(contents: bytes, scratch: Path) -> bytes:
     return contents.replace(SCRATCH.encode(), str(scratch).encode())
 
 
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Read a file in parts."""
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                yield block
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path}: expected a file to copy to the hosts: {error.strerror}")
 
 
 def _user_code(config: Config) -> Iterator[str]:

@@ -13,6 +13,7 @@
     summary.json            outcome of the run, written at its end
     tags.json               tags of the run (`kintsugi tag`)
     joined_hosts.json       hosts on other machines, while the run runs
+    host_files/             files that all hosts of a session get, with an index; while the run runs on other machines
     slurm_job.json          job of the run, where it was submitted to Slurm
     slurm_job.sh            script of that job
     launcher.json           process that runs this folder, while it runs
@@ -112,6 +113,14 @@ class RunFolder:
     @property
     def hosts_file(self) -> Path:
         return self.path / "joined_hosts.json"
+
+    @property
+    def host_files_folder(self) -> Path:
+        return self.path / "host_files"
+
+    @property
+    def host_files_index_file(self) -> Path:
+        return self.host_files_folder / "index.json"
 
     @property
     def copies_file(self) -> Path:

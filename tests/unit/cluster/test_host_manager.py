@@ -164,12 +164,14 @@ def test_hosts_are_kept_after_an_error_and_given_back_at_the_end(managers: Manag
     with pytest.raises(ConfigError):
         HostManager(managers.handover).run()
     assert managers.engine.given_back == 0 and phases(managers) == {HostPhase.READY}
+    kept_files = RunFolder(managers.run_dir).host_files_folder
+    assert kept_files.exists(), "a successor goes on with the same files"
     managers.engine.failure = None
     managers.keep(*(HostRecord(host, HostPhase.LOST, 1, was_ready=True) for host in HOSTS))
     managers.end()
     HostManager(managers.handover).run()
     assert managers.engine.given_back == 1
-    assert kept_hosts(managers.run_dir, job="job") is None
+    assert kept_hosts(managers.run_dir, job="job") is None and not kept_files.exists()
 
 
 @pytest.mark.parametrize("has_begun", [False, True])

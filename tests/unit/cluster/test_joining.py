@@ -114,7 +114,8 @@ def test_files_of_a_run_travel_by_digest_and_the_configuration_names_them_where_
     (code / "rewards.py").write_text("import other\n")
     (code / "other.py").write_text("")
     reward = f"{code / 'rewards.py'}:brevity"
-    files = RunFiles(Config(name="a", algorithm=AlgorithmSection(reward=(reward,))), run_dir=run_dir)
+    config = Config(name="a", algorithm=AlgorithmSection(reward=(reward,)))
+    files = RunFiles(config, run_dir=run_dir, job="job")
     by_name = {Path(each.path).name: each for each in files.files}
     assert by_name.keys() == {"rewards.py", "other.py", "config.yaml"}
     assert Path(by_name["rewards.py"].path).parent == Path(by_name["other.py"].path).parent
@@ -123,7 +124,7 @@ def test_files_of_a_run_travel_by_digest_and_the_configuration_names_them_where_
     assert f"{SCRATCH}/{by_name['rewards.py'].path}:brevity".encode() in content
     assert str(tmp_path).encode() not in content
     assert files.imports == (f"{SCRATCH}/{by_name['rewards.py'].path}:brevity",)
-    assert not list(run_dir.iterdir())
+    assert {path.name for path in run_dir.iterdir()} == {"host_files"}
 
 
 def test_ranks_are_placed_by_slots_and_neither_on_a_head_without_slots_nor_on_spares() -> None:

@@ -38,6 +38,8 @@ FILES = {
     "decode_step_file": "steps",
     "devices_file": "devices.json",
     "hosts_file": "joined_hosts.json",
+    "host_files_folder": "host_files",
+    "host_files_index_file": "host_files/index.json",
     "slurm_job_file": "slurm_job.json",
     "slurm_script_file": "slurm_job.sh",
     "copies_file": "copies.json",
