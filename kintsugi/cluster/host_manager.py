@@ -22,6 +22,7 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from kintsugi.cluster.backends.contract import (
 )
 from kintsugi.cluster.backends.ray import open_ray
 from kintsugi.cluster.backends.slurm import open_slurm
-from kintsugi.cluster.backends.ssh import SshBackend, read_hosts_file, split_hosts
+from kintsugi.cluster.backends.ssh import RemoteHost, SshBackend
 from kintsugi.cluster.file_mirror import FileWriter
 from kintsugi.cluster.host_manager_process import HOST_MANAGER, HostFailed, ManagerHandover
 from kintsugi.cluster.joining import (
@@ -198,8 +199,11 @@ def why_not_reached(address: str, port: int) -> str:
     )
 
 
-def open_backend(config: Config, *, job: str) -> tuple[Backend, dict[str, HostNeeds], dict[str, str]]:
-    """Open the back end of `cluster.on`; return it with what each host has to have, and the names of their machines."""
+def open_backend(
+    config: Config, *, job: str, machines: Sequence[RemoteHost]
+) -> tuple[Backend, dict[str, HostNeeds], dict[str, str]]:
+    """Open the back end of `cluster.on`; return it with what each host has to have, and the names of their machines.
+    `machines` are those of a hosts file."""
     match config.cluster.on:
         case "slurm":
             return open_slurm(config)
@@ -209,13 +213,12 @@ def open_backend(config: Config, *, job: str) -> tuple[Backend, dict[str, HostNe
             from kintsugi.cluster.backends.kubernetes.opening import open_kubernetes
 
             return open_kubernetes(config, job=job)
-    _, hosts = split_hosts(read_hosts_file(Path(config.cluster.on)))
     needs = {
         f"host-{number}": HostNeeds(versions(), host.gpus, host.memory_gib << 30)
-        for number, host in enumerate(hosts, 1)
+        for number, host in enumerate(machines, 1)
     }
-    names = {f"host-{number}": f"{host.name}, {host.address}" for number, host in enumerate(hosts, 1)}
-    return SshBackend(hosts), needs, names
+    names = {f"host-{number}": f"{host.name}, {host.address}" for number, host in enumerate(machines, 1)}
+    return SshBackend(machines), needs, names
 
 
 class HostManager:
@@ -230,8 +233,9 @@ class HostManager:
         self._files = RunFiles(config, run_dir=self._run_dir, job=self._job)
         self._writer = FileWriter(self._run_dir)
         self._agents = {agent.host: agent for agent in handover.agents}
-        # The names are read once: a hosts file may be changed, and names may not resolve, when a host is lost.
-        self._backend, self._needs, self._names = open_backend(config, job=self._job)
+        self._backend, self._needs, self._names = open_backend(
+            config, job=self._job, machines=handover.machines
+        )
         self._endpoint = Endpoint(
             job=self._job,
             process=HOST_MANAGER,
@@ -586,7 +590,7 @@ def main(arguments: list[str]) -> int:
         HostManager(handover).run()
     except KintsugiError as error:
         sys.stderr.write(f"{error}\n")
-        # A run that has begun goes on with the hosts that it has: a file may be changed, or a name not resolve, for a
+        # A run that has begun goes on with the hosts that it has: a disk may be full, or an engine not answer, for a
         # while. The launcher starts another host manager after a pause.
         if kept_hosts(Path(handover.run_dir), job=handover.agents[0].job) is None:
             with contextlib.suppress(BrokenPipeError, BlockingIOError):

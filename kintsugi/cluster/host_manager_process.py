@@ -1,8 +1,9 @@
 """The launcher's handle of the host manager (`host_manager.py`): starts it as a child, restarts it, reads its reports.
 
 Everything that a host manager starts with is made before the launcher's standby is forked: keys, its listening socket,
-and its pipe of reports. So a successor of the launcher goes on with the same host manager, and a successor of the host
-manager with the same hosts.
+its pipe of reports, and the machines of a hosts file. So a successor of the launcher goes on with the same host
+manager, and a successor of the host manager with the same hosts, also where the hosts file was changed meanwhile or a
+name in it does not resolve.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from pathlib import Path
 
 import msgspec
 
+from kintsugi.cluster.backends.ssh import RemoteHost, other_machines
 from kintsugi.cluster.handover import Programs
 from kintsugi.cluster.restart_policy import RestartLimit, StoppedProcessDetector
 from kintsugi.cluster.spawn import execute, in_memory
-from kintsugi.config.schema import Config
-from kintsugi.errors import DeadlineExceeded
+from kintsugi.config.schema import ENGINES, Config
+from kintsugi.errors import ConfigError, DeadlineExceeded
 from kintsugi.process.exit_codes import EXIT_USER_ERROR
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.runtime.proc import process_start_time
@@ -53,10 +55,25 @@ class ManagerHandover(msgspec.Struct, frozen=True):
     listener: int
     lifeline: int
     report: int
+    machines: tuple[RemoteHost, ...] = ()
+    """Machines of the hosts file, in the order of the agents; empty where an engine places the hosts."""
 
     @property
     def descriptors(self) -> tuple[int, int, int]:
         return self.listener, self.lifeline, self.report
+
+
+def _machines(config: Config, *, number: int) -> tuple[RemoteHost, ...]:
+    """Read the machines of a hosts file, as many as the run has; none where an engine places the hosts."""
+    if config.cluster.on in ENGINES:
+        return ()
+    machines = other_machines(Path(config.cluster.on))
+    if len(machines) < number:
+        raise ConfigError(
+            f"{config.cluster.on}: expected {number} machines besides this one, as when the run was started, found "
+            f"{len(machines)}"
+        )
+    return machines[:number]
 
 
 class HostManagerProcess:
@@ -73,7 +90,9 @@ class HostManagerProcess:
         lifeline: int,
         processes: Processes,
     ) -> None:
-        """`address` is that of the interface on which the hosts reach this machine."""
+        """`address` is that of the interface on which the hosts reach this machine. ConfigError for a hosts file that
+        can not be read, or names too few machines."""
+        machines = _machines(config, number=len(agents))
         self._processes = processes
         self._listener = socket.create_server((address, 0), backlog=1024)
         self._report, self._report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -88,6 +107,7 @@ class HostManagerProcess:
             listener=self._listener.fileno(),
             lifeline=lifeline,
             report=self._report_write,
+            machines=machines,
         )
         self._limit = RestartLimit()
         self._stopped = StoppedProcessDetector()
@@ -113,7 +133,7 @@ class HostManagerProcess:
         if self._child is not None and not self._child.ended():
             return True
         if self._child is not None:
-            # What its start needs may be there later: a name that does not resolve, a file that was changed.
+            # What its start needs may be there later: space on a disk, an engine that does not answer.
             lacks_something = self._child.status() == EXIT_USER_ERROR
             self._forget()
             if not self._limit.allows(now, shortage=lacks_something):

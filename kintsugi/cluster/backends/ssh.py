@@ -113,6 +113,11 @@ def split_hosts(hosts: Sequence[RemoteHost]) -> tuple[RemoteHost | None, tuple[R
     return (here[0] if here else None), tuple(host for host in hosts if host not in here)
 
 
+def other_machines(path: Path) -> tuple[RemoteHost, ...]:
+    """Return the machines of a hosts file but this one. ConfigError as of `read_hosts_file` and `split_hosts`."""
+    return split_hosts(read_hosts_file(path))[1]
+
+
 def _is_here(host: RemoteHost) -> bool:
     """Whether the address of a host is one of this machine."""
     try:

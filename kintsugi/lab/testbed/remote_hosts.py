@@ -15,7 +15,7 @@ import msgspec
 
 from kintsugi.cluster.backends.command import Conversation
 from kintsugi.cluster.backends.slurm import job_of, read_allocation, step_command
-from kintsugi.cluster.backends.ssh import read_hosts_file, split_hosts, ssh_command
+from kintsugi.cluster.backends.ssh import other_machines, ssh_command
 from kintsugi.cluster.host_supervisor import default_scratch
 from kintsugi.config.schema import Config
 from kintsugi.errors import UserError
@@ -59,7 +59,6 @@ def commands_of(config: Config) -> dict[str, list[str]]:
                     (f"host-{number}", node) for number, node in enumerate(allocation.others, 1)
                 )
             }
-    _, hosts = split_hosts(read_hosts_file(Path(config.cluster.on)))
     return {
         f"host-{number}": ssh_command(
             host,
@@ -70,7 +69,7 @@ def commands_of(config: Config) -> dict[str, list[str]]:
                 host.scratch or str(default_scratch()),
             ],
         )
-        for number, host in enumerate(hosts, 1)
+        for number, host in enumerate(other_machines(Path(config.cluster.on)), 1)
     }
 
 

@@ -77,7 +77,7 @@ class Managers:
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run_dir, self.engine, self.clock = run_dir, Engine(), Clock()
         needs = {host: HostNeeds(versions()) for host in HOSTS}
-        monkeypatch.setattr(host_manager, "open_backend", lambda config, *, job: (self.engine, needs, {}))
+        monkeypatch.setattr(host_manager, "open_backend", lambda *given, **named: (self.engine, needs, {}))
         self.lifeline, self.launcher = os.pipe2(os.O_CLOEXEC)
         self.reports, report = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -178,12 +178,12 @@ def test_hosts_are_kept_after_an_error_and_given_back_at_the_end(managers: Manag
 def test_a_host_manager_that_can_not_be_started_again_does_not_end_a_run_that_has_begun(
     has_begun: bool, managers: Managers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unknown_name(config: Config, *, job: str) -> object:
-        raise ConfigError("host b: address 'b' does not resolve")
+    def no_answer(*given: object, **named: object) -> object:
+        raise ConfigError("Slurm does not answer")
 
     if has_begun:
         managers.keep(*map(ready, HOSTS))
-    monkeypatch.setattr(host_manager, "open_backend", unknown_name)
+    monkeypatch.setattr(host_manager, "open_backend", no_answer)
     monkeypatch.setattr(host_manager, "own_session_and_log", lambda process, log: None)
     handed_over = os.memfd_create("handover")
     os.write(handed_over, msgspec.msgpack.encode(managers.handover))
@@ -193,7 +193,7 @@ def test_a_host_manager_that_can_not_be_started_again_does_not_end_a_run_that_ha
         told = os.read(managers.reports, 65536)
     except BlockingIOError:
         told = b""
-    assert (b"does not resolve" in told) == (not has_begun)
+    assert (b"does not answer" in told) == (not has_begun)
 
 
 def test_a_long_reason_is_one_write_to_the_pipe() -> None:
