@@ -7,11 +7,12 @@ the master rebuilds them, and a number is never used twice. `process_group.py` i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from kintsugi.errors import IntegrityError
+from kintsugi.errors import GroupBroken, IntegrityError
 from kintsugi.model.arrays import Array
 
 Interruption = Callable[[], str | None]
@@ -61,6 +62,50 @@ class Group(Protocol):
     def close(self) -> None:
         """End the group and release its sockets."""
         ...
+
+
+class GroupLife:
+    """Members and end of one group, as all implementations of `Group` have them."""
+
+    def __init__(
+        self, *, group_id: int, ranks: Sequence[str], rank: int, interruption: Interruption, name: str = ""
+    ) -> None:
+        """`name` tells the groups of one generation apart; empty for that of all ranks."""
+        self.group_id = group_id
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self._title = group_title(group_id, name)
+        self._interruption = interruption
+        self._over = threading.Event()
+        self._why_over = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def others(self) -> str:
+        """Names of the other ranks: a collective waits for these."""
+        return ", ".join(name for name in self.ranks if name != self.ranks[self.rank])
+
+    def end(self, why: str) -> None:
+        """End the group: a collective that is running or is started later raises. Thread-safe."""
+        if not self._over.is_set():
+            self._why_over = why
+            self._over.set()
+
+    def check(self, what: str) -> None:
+        """Raise GroupBroken if the group has ended."""
+        why = self._interruption()
+        if why is not None:
+            self.end(why)
+        if self._over.is_set():
+            raise GroupBroken(f"{what}: {self._title} is over: {self._why_over}")
+
+
+def group_title(group_id: int, name: str = "") -> str:
+    """`group_title(3, "data-0") == "generation 3 (data-0)"`."""
+    return f"generation {group_id}" + (f" ({name})" if name else "")
 
 
 class Channel(Group, Protocol):

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from kintsugi.errors import DeadlineExceeded, GroupBroken, GroupFailed
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.waits import wait
-from kintsugi.training.group import Interruption
+from kintsugi.training.group import GroupLife, Interruption
 from kintsugi.transport import new_key_pair
 from kintsugi.transport.sockets import milliseconds, open_dealer, open_router
 from kintsugi.transport.store import StoreClient, StoreUnavailable, split_address
@@ -60,7 +60,7 @@ class _Address(msgspec.Struct, frozen=True):
     key: bytes
 
 
-class HostGroup:
+class HostGroup(GroupLife):
     """One group of ranks. A group of one rank has no sockets and no collectives."""
 
     route = ROUTE
@@ -75,23 +75,9 @@ class HostGroup:
         connections: _Connections | None,
     ) -> None:
         assert (connections is None) == (len(ranks) == 1)
-        self.group_id = group_id
-        self.ranks = tuple(ranks)
-        self.rank = rank
+        super().__init__(group_id=group_id, ranks=ranks, rank=rank, interruption=interruption)
         self._connections = connections
-        self._interruption = interruption
         self._number = 0
-        self._over = threading.Event()
-        self._why_over = ""
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def others(self) -> str:
-        """Names of the other ranks: a collective waits for these."""
-        return ", ".join(name for name in self.ranks if name != self.ranks[self.rank])
 
     def all_reduce(self, array: NDArray[Any], *, timeout_s: float) -> None:
         """Sum an array over all ranks, in place and in the order of ranks."""
@@ -116,12 +102,6 @@ class HostGroup:
         assert lengths == list(received), f"expected parts of {list(received)} elements, got {lengths}"
         return np.concatenate(incoming)
 
-    def end(self, why: str) -> None:
-        """End the group: a collective that is running or is started later raises. Thread-safe."""
-        if not self._over.is_set():
-            self._why_over = why
-            self._over.set()
-
     def close(self) -> None:
         """End the group and close its sockets."""
         self.end("the group was closed")
@@ -129,17 +109,9 @@ class HostGroup:
             self._connections.close()
             self._connections = None
 
-    def check(self, what: str) -> None:
-        """Raise GroupBroken if the group has ended."""
-        why = self._interruption()
-        if why is not None:
-            self.end(why)
-        if self._over.is_set():
-            raise GroupBroken(f"{what}: generation {self.group_id} is over: {self._why_over}")
-
     def _exchange(self, parts: Sequence[NDArray[Any]], *, what: str, timeout_s: float) -> list[NDArray[Any]]:
         """Send a part to each rank; return the parts that were sent to this one, flat and in rank order."""
-        what = f"{what} of generation {self.group_id}"
+        what = f"{what} of {self._title}"
         self.check(what)
         assert self._connections is not None, "collectives need a group of several ranks"
         connections, self._number = self._connections, self._number + 1

@@ -58,7 +58,7 @@ from kintsugi.model.torch_internals import (
 )
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.waits import join, wait
-from kintsugi.training.group import Edge, Groups, Interruption
+from kintsugi.training.group import Edge, GroupLife, Groups, Interruption, group_title
 from kintsugi.transport.store import StoreClient, split_address
 
 SHORTEST_POLL_S = 0.0002
@@ -93,7 +93,7 @@ def choose_route(identities: Sequence[str]) -> Route:
     return Route.NCCL if len(set(identities)) == len(identities) else Route.STAGED
 
 
-class ProcessGroup:
+class ProcessGroup(GroupLife):
     """One group of ranks. A group of one rank has no sockets and no collectives."""
 
     def __init__(
@@ -111,27 +111,12 @@ class ProcessGroup:
         """`store` is closed with the group: NCCL uses it as long as the group lives. `name` tells the groups of one
         generation apart; empty for that of all ranks."""
         assert (backend is None) == (len(ranks) == 1)
-        self.group_id = group_id
-        self._title = _title(group_id, name)
+        super().__init__(group_id=group_id, ranks=ranks, rank=rank, interruption=interruption, name=name)
         self._sent: deque[tuple[Work, Tensor]] = deque()
         """Tensors that are being sent, in their order."""
-        self.ranks = tuple(ranks)
-        self.rank = rank
         self.route = route
         self._backend = backend
         self._store = store
-        self._interruption = interruption
-        self._over = threading.Event()
-        self._why_over = ""
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def others(self) -> str:
-        """Names of the other ranks: a collective waits for these."""
-        return ", ".join(name for name in self.ranks if name != self.ranks[self.rank])
 
     def all_reduce(self, tensor: Tensor, *, timeout_s: float) -> None:
         """Sum a tensor over all ranks, in place."""
@@ -227,12 +212,6 @@ class ProcessGroup:
         """Return the tensor in memory that the route can access: on the device for NCCL, else on the host."""
         return tensor if self.route is Route.NCCL else tensor.cpu()
 
-    def end(self, why: str) -> None:
-        """End the group: a collective that is running or is started later raises. Thread-safe."""
-        if not self._over.is_set():
-            self._why_over = why
-            self._over.set()
-
     def close(self) -> None:
         """End the group and release its sockets.
 
@@ -290,14 +269,6 @@ class ProcessGroup:
             return None
 
         return attempt
-
-    def check(self, what: str) -> None:
-        """Raise GroupBroken if the group has ended."""
-        why = self._interruption()
-        if why is not None:
-            self.end(why)
-        if self._over.is_set():
-            raise GroupBroken(f"{what}: {self._title} is over: {self._why_over}")
 
 
 def join_group(
@@ -464,7 +435,7 @@ class _Rendezvous:
         self._timeout = timedelta(seconds=timeout_s)
         self._interruption = interruption
         self._others = ", ".join(name for name in ranks if name != me)
-        self._what = f"joining {_title(group_id, name)} of the process group"
+        self._what = f"joining {group_title(group_id, name)} of the process group"
         self._over = threading.Event()
         """Set when `connect` has returned or raised: the background thread gives up."""
 
@@ -581,11 +552,6 @@ class _Rendezvous:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """View of a contiguous tensor: the libraries do not send every type."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _title(group_id: int, name: str) -> str:
-    """`_title(3, "data-0") == "generation 3 (data-0)"`."""
-    return f"generation {group_id}" + (f" ({name})" if name else "")
 
 
 def _drop(backends: list[Backend], store: OpenStore | None, sent: deque[tuple[Work, Tensor]]) -> None:
