@@ -234,11 +234,15 @@ class SshHosts:
             if "agent --join" in command and os.readlink(f"/proc/{pid}/ns/pid") == namespace
         ]
 
-    def scratch_of(self, host: str) -> list[str]:
-        """Scratch folders on a host."""
+    def scratch_folder(self, host: str) -> Path:
+        """Folder of the scratch folders of a host, as seen from this machine."""
         machine = self._machines[host]
         (inner,) = Path(f"/proc/{machine.pid}/task/{machine.pid}/children").read_text().split()
-        return os.listdir(f"/proc/{inner}/root{self.runs}/scratch")
+        return Path(f"/proc/{inner}/root{self.runs}/scratch")
+
+    def scratch_of(self, host: str) -> list[str]:
+        """Scratch folders on a host."""
+        return os.listdir(self.scratch_folder(host))
 
     def assert_nothing_left(self, *, timeout_s: float = 25.0) -> None:
         until(lambda: not self.pids(), f"the end of {self.pids()}", timeout_s=timeout_s)

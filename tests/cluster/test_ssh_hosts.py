@@ -31,6 +31,7 @@ from tests.cluster.hosts_runs import (
     write_inputs,
 )
 from tests.cluster.ssh_hosts import SshHosts
+from tests.cluster.tiny_runs import until
 from tests.docs.pages import ROOT, blocks_of
 
 pytestmark = [
@@ -171,6 +172,37 @@ def test_a_killed_launcher_and_a_killed_host_manager_are_survived(
     os.kill(pid_of(machines, "kintsugi.cluster.host_manager "), signal.SIGKILL)
     finish(command)
     assert weights_of(run_dir) == weights_of_one_machine
+    machines.assert_nothing_left()
+
+
+@pytest.mark.hosts
+def test_a_host_and_a_host_manager_that_start_again_after_files_were_edited_change_no_bit(
+    machines: SshHosts, weights_of_one_machine: str
+) -> None:
+    code = machines.runs / "edited_rewards.py"
+    code.write_text(rewards(1.0))
+    command, run_dir = start(machines, "edited", "algorithm.reward=[edited_rewards.py:odd_digits]")
+    wait_for_step(run_dir, 2, command)
+    code.write_text("def odd_digits(completions, **columns): return [0.0] * len(completions)\n")
+    (machines.runs / "hosts.txt").write_text("b no-such-host.invalid\n")
+    os.kill(pid_of(machines, "kintsugi.cluster.host_manager "), signal.SIGKILL)
+    (supervisor,) = machines.supervisors_of("host-2")
+    os.kill(supervisor, signal.SIGKILL)
+
+    def copies() -> list[Path]:
+        """Code in the scratch folder of the host that was ordered again."""
+        found = machines.scratch_folder("host-2").glob("*-host-2-2/files/*/edited_rewards.py")
+        return [path for path in found if path.stat().st_size]
+
+    def has_joined() -> bool:
+        assert command.poll() is None, command.communicate()
+        return bool(copies())
+
+    until(has_joined, "the code on a host that is ordered again", timeout_s=LONGEST_S)
+    assert "odd_digits(completions, **columns):\n    time.sleep(1.0)" in copies()[0].read_text()
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    assert not (run_dir / "host_files").exists()
     machines.assert_nothing_left()
 
 
