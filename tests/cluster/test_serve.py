@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +70,28 @@ def streamed(client: openai.OpenAI, number: int) -> str:
 
 
 class Streams:
-    """Answers to the same questions again and again until it is over: whenever a server is killed, it has work."""
+    """Answers to the same questions again and again until it is over: whenever a server is killed, it has work.
 
-    def __init__(self, client: openai.OpenAI, count: int) -> None:
+    `may_be_refused`: a question that is asked while no server is ready is refused, and asked again. A stream that has
+    begun is never refused."""
+
+    def __init__(self, client: openai.OpenAI, count: int, *, may_be_refused: bool = False) -> None:
         self._client = client
+        self._may_be_refused = may_be_refused
         self._over = threading.Event()
         self._threads = ThreadPoolExecutor(count)
         self.expected = list(self._threads.map(partial(streamed, client), range(count)))
         self._pending = [self._threads.submit(self._repeat, number) for number in range(count)]
 
     def _repeat(self, number: int) -> set[str]:
-        found = {streamed(self._client, number)}
-        while not self._over.is_set():
-            found.add(streamed(self._client, number))
+        found: set[str] = set()
+        while not self._over.is_set() or not found:
+            try:
+                found.add(streamed(self._client, number))
+            except openai.InternalServerError as error:
+                if error.status_code != HTTPStatus.SERVICE_UNAVAILABLE or not self._may_be_refused:
+                    raise
+                self._over.wait(0.1)  # As the answer says: "try again later".
         return found
 
     def finish(self) -> list[set[str]]:
@@ -222,7 +232,7 @@ def test_streams_go_on_when_their_server_is_killed(served: Served, client: opena
 def test_streams_go_on_when_all_servers_are_killed_at_once(served: Served, client: openai.OpenAI) -> None:
     until(served.is_at_rest, "rest")
     resent = served.figure("resent_requests_total")[""]
-    streams = Streams(client, 8)
+    streams = Streams(client, 8, may_be_refused=True)
     until(lambda: all(served.figure("server_tokens_in_flight").values()), "work on both servers")
     served.kill_servers(0, 1)
     until(lambda: served.figure("resent_requests_total")[""] > resent, "streams at new servers")
