@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -238,12 +238,17 @@ class Run:
     def close(self) -> None:
         """End what a failed test left, and every command's pipes."""
         while pids := self.pids():
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_all(pids)
         for process in self._commands:
             with process:
                 process.wait(timeout=LONGEST_S)
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Kill processes, some of which may end by themselves once those before them are dead."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def play(
@@ -255,7 +260,7 @@ def play(
         run = Run(folder / name.replace(" ", "-"))
         try:
             scenarios[name](run)
-        except (AssertionError, subprocess.TimeoutExpired) as error:
+        except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
             return error
         finally:
             run.close()

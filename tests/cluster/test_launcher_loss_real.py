@@ -19,7 +19,7 @@ from kintsugi.journal.facts import StopAccepted
 from kintsugi.run_folder.reader import read_status
 from kintsugi.telemetry.events import Alert, ProcessBegan, ProcessGone, read_events
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
-from tests.cluster.real_runs import LAST_STEP, PROGRAMS, RECIPE, Run, play_selected, until
+from tests.cluster.real_runs import LAST_STEP, PROGRAMS, RECIPE, Run, kill_all, play_selected, until
 
 pytestmark = pytest.mark.cluster
 
@@ -136,9 +136,7 @@ def kill_everything_else(run: Run) -> None:
     command = run.start(gates=(5,))
     run.wait_at(5)
     launcher, _ = run.launcher_pair()
-    for pid in run.pids():
-        if pid not in (launcher, command.pid):
-            os.kill(pid, signal.SIGKILL)
+    kill_all(pid for pid in run.pids() if pid not in (launcher, command.pid))
     run.let_through(5)
     run.finish()
 
@@ -147,8 +145,7 @@ def kill_everything_at_once(run: Run) -> None:
     """Launcher and standby too. Afterwards every command says what happened, and the run is resumed."""
     run.start(gates=(5,))
     run.wait_at(5)
-    for pid in run.pids():
-        os.kill(pid, signal.SIGKILL)
+    kill_all(run.pids())
     run.assert_nothing_left(timeout_s=20.0)
     run.let_through(5)
     for command in ("status", "incidents", "diagnose"):

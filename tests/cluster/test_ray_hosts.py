@@ -28,6 +28,7 @@ from tests.cluster.hosts_runs import (
     write_inputs,
 )
 from tests.cluster.ray_hosts import RayHosts
+from tests.cluster.real_runs import kill_all
 from tests.cluster.tiny_runs import until
 from tests.docs.pages import ROOT, blocks_of
 
@@ -198,8 +199,7 @@ def test_a_lost_machine_of_the_launcher_leaves_neither_a_process_nor_a_reserved_
     here = machines.pids().keys() - elsewhere
     assert here and elsewhere
     since = time.monotonic()
-    for pid in here:
-        os.kill(pid, signal.SIGKILL)
+    kill_all(here)
     command.communicate(timeout=LONGEST_S)
     assert "kintsugi-" in machines.left_in_ray()
     machines.assert_nothing_left(timeout_s=120.0)
