@@ -62,7 +62,7 @@ class Hardware:
     """New groups of a few ranks; `group_of` adds to it."""
 
     def group_of(self, num_ranks: int) -> float:
-        """Seconds to make the groups anew: assumed to grow with the logarithm of the ranks."""
+        """Seconds to make new groups: assumed to grow with the logarithm of the ranks."""
         return self.group_s + 0.5 * math.log2(max(1, num_ranks))
 
 

@@ -375,10 +375,7 @@ class Launcher:
         if config.actor.interpreter is not None:
             interpreters = {**programs.interpreters, Role.MODEL: config.actor.interpreter}
             programs = msgspec.structs.replace(programs, interpreters=interpreters)
-        if config.checkpoint.copy_to:
-            self._copier = CheckpointCopier(
-                self._run_dir, target=config.checkpoint.copy_to, processes=self._processes
-            )
+        self._copier = self._copier_of(config)
         job = uuid4().hex[:12]
         host, port = listener.getsockname()[:2]
         names = [place.name for place in hosts]
@@ -438,6 +435,10 @@ class Launcher:
                 lifeline=self._lifeline_read,
                 processes=self._processes,
             )
+
+    def _copier_of(self, config: Config) -> CheckpointCopier | None:
+        target = config.checkpoint.copy_to
+        return CheckpointCopier(self._run_dir, target=target, processes=self._processes) if target else None
 
     def add_agent(
         self,
