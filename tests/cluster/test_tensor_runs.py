@@ -54,6 +54,7 @@ def lose_agent_and_server(run: Run) -> None:
     run.kill(AGENT)
     until(lambda: read_journal(run.run_dir).processes[AGENT] != before, "the successor of the agent")
     run.kill(SERVER)
+    run.wait_for_line("is admitted", file="events/manager-0.jsonl")
     run.let_through(KILLED_AT)
     run.finish()
 
