@@ -43,7 +43,7 @@ class SimulatedInjector:
         self._where: tuple[str, int] = ("", 0)
         self._held: list[tuple[SimulatedMaster, Callable[..., None], tuple[Any, ...]]] = []
         self._num_failed_starts = 0
-        """Of those that could be held back."""
+        """Failures of starts so far that could be held back."""
         self._slow: dict[str, float] = {}
         self.last_at = 0.0
         """Time at which the last fault so far is over."""
