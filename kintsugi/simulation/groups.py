@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kintsugi.model.seats import Mesh, number_of
+from kintsugi.model.seats import Mesh
 
 WORLD = ""
 """Axis of the group of all ranks."""
@@ -33,14 +33,15 @@ Groups = Mapping[str, SimulatedGroup]
 
 
 def members_of(name: str, ranks: Sequence[str], mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """Axis → members of each group that a rank is in, in the order in which all ranks form them.
+    """Axis → members of each group that a rank is in, in the order in which all ranks form them; `ranks` are in the
+    order of their seats.
 
     >>> members_of("model-2", ["model-0", "model-1", "model-2", "model-3"], Mesh(stages=2, tensors=2))["stages"]
     ('model-0', 'model-2')
     """
     found = {WORLD: tuple(ranks)}
     if mesh.model_ranks > 1:
-        mine = number_of(name)
+        mine = ranks.index(name)
         parts = {
             "data": mesh.data_column(mine, num_ranks=len(ranks)),
             "tensors": mesh.tensor_row(mine),

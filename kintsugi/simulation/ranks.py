@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kintsugi.errors import Fault, GroupBroken, KintsugiError, RefusedError
-from kintsugi.model.seats import Mesh, number_of, seat_of
+from kintsugi.model.seats import Mesh, seat_of
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import (
@@ -396,7 +396,8 @@ class SimulatedRank(SimulatedWorker):
             self._violated(problem)
         shares: dict[int, list[str]] = {}
         for rank in arrived:  # Those that compute a model together have the same samples.
-            share = shares.setdefault(self._mesh.data_index(number_of(rank.name)), rank._share())
+            part = self._mesh.data_index(self._members.index(rank.name))
+            share = shares.setdefault(part, rank._share())
             assert share == rank._share(), f"{rank.name} has other samples than its neighbours"
         samples = [sample for share in shares.values() for sample in share]
         assert len(samples) == len(set(samples)), "a sample is in two shards"
