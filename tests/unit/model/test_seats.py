@@ -70,6 +70,14 @@ def test_ranks_of_one_group_differ_along_its_axis_only(mesh: Mesh) -> None:
         assert [mesh.seat(other).tensor for other in mesh.tensor_row(rank)] == list(range(mesh.tensors))
 
 
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_first_stage_begins_the_model_and_the_last_one_ends_it(mesh: Mesh) -> None:
+    seats = [mesh.seat(rank) for rank in range(mesh.boxes)]
+    assert all(seat.is_first == (seat.stage == 0) for seat in seats)
+    assert all(seat.is_last == (seat.stage == mesh.stages - 1) for seat in seats)
+    assert all(seat.is_whole == (mesh == UNCUT) for seat in seats)
+
+
 def test_the_last_stage_answers_calls() -> None:
     assert speakers(names(4), Mesh(stages=2)) == {"model-1", "model-3"}
     assert speakers(names(3), UNCUT) == set(names(3))
