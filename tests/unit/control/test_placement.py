@@ -75,7 +75,9 @@ def test_what_samples_nothing_has_neither_manager_nor_servers() -> None:
     assert num_spread_processes(config) == 4
 
 
-def test_ranks_that_hold_the_state_once_are_spread_as_whole_ones_and_those_of_one_model_are_neighbours() -> None:
+def test_ranks_that_hold_the_state_once_are_spread_as_whole_ones_and_those_of_one_model_are_neighbours() -> (
+    None
+):
     config = config_with(hosts=2, workers=4)
 
     def hosts_of(layout: LayoutSection) -> list[str]:

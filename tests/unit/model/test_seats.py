@@ -94,6 +94,11 @@ def test_the_digest_of_a_box_is_found_in_that_of_its_own_layout_only() -> None:
     assert digest_of_box("", WHOLE) == digest_of_box("", Mesh(1, 2).seat(0)) == ""
 
 
+def test_no_two_boxes_of_any_layouts_have_one_name() -> None:
+    boxes = [mesh.seat(number).box for mesh in MESHES for number in range(mesh.boxes)]
+    assert len(set(boxes)) == len(boxes)
+
+
 def test_boxes_of_shards_alone_have_the_names_of_earlier_versions() -> None:
     assert [Mesh(2).seat(rank).box for rank in range(3)] == ["0/2", "1/2", "0/2"]
     assert seat_of("model-3", UNCUT).box == ""
