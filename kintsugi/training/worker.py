@@ -704,6 +704,8 @@ def main(bootstrap: Bootstrap) -> int:
         is_blank = state.has_snapshot or any(RunFolder(bootstrap.run_dir).checkpoints_folder.glob("step-*"))
         if not is_blank:
             framework.fill_initial(state, config)
+        elif state.has_snapshot and config.cluster.share_device != "offload":
+            state.begin_load()  # Beside the registration, and the group of the ranks.
 
         def body(shell: Shell) -> None:
             server.admit(lambda key: shell.role_of_key(key) in (Role.MODEL, Role.SERVER))
