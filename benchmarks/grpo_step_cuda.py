@@ -43,6 +43,8 @@ MICRO_BATCH_TOKENS = 16384
 RUN_TIMEOUT_S = 240
 PROBE_TIMEOUT_S = 60
 PARTS = ("generate", "reward", "train", "commit", "weights")
+TRAIN_PART = "timing/train_"
+"""Parts of a training call, as the rank times them; the rest of `train` is messages and the master."""
 
 
 def write_tokenizer(folder: Path, *, vocab_size: int) -> None:
@@ -231,6 +233,11 @@ def row(
         "unit": "s per step",
         "ours": round(typical, 3),
         "parts_s": {part: median(f"timing/{part}") for part in PARTS},
+        "train_parts_s": {
+            name.removeprefix(TRAIN_PART): median(name)
+            for name in sorted(warm[-1])
+            if name.startswith(TRAIN_PART)
+        },
         "peers": found,
         "peers_in_detail": peers,
         "ratio": {name: round(each / typical, 2) for name, each in found.items()},
@@ -259,6 +266,7 @@ def rows(
 def show(line: dict[str, Any]) -> None:
     """A row for people: the step, its parts, and the peers."""
     parts = "  ".join(f"{name} {seconds}" for name, seconds in line["parts_s"].items())
+    parts += " (" + ", ".join(f"{name} {seconds}" for name, seconds in line["train_parts_s"].items()) + ")"
     others = "  ".join(
         f"{name} {seconds} ({line['ratio'][name]}×)" for name, seconds in line["peers"].items()
     )

@@ -292,7 +292,8 @@ class ModelWorker:
     def _answer(self, body: Body) -> Body:
         if self._is_blank and not isinstance(body, WITHOUT_WEIGHTS):
             self._is_blank = False
-            self._framework.fill_initial(self._state, self._config)
+            with SPANS.around("load_model"):
+                self._framework.fill_initial(self._state, self._config)
         match body:
             case RunCall():
                 return self._run_call(body)
@@ -691,7 +692,8 @@ def open_delivery(shell: Shell, bulk: BulkEndpoint) -> CheckpointDelivery:
 def main(bootstrap: Bootstrap) -> int:
     """Load the model, register, and serve until the process is asked to shut down."""
     config = load_config(RunFolder(bootstrap.run_dir).config_file)
-    framework = open_framework(config, bootstrap)
+    with SPANS.around("open_device"):
+        framework = open_framework(config, bootstrap)
     with ExitStack() as resources:
         keys = (bootstrap.public_key, bootstrap.secret_key)
         store = StoreServer(_interface(bootstrap.bind), keys=keys, known_as=bootstrap.known_as)
@@ -699,11 +701,13 @@ def main(bootstrap: Bootstrap) -> int:
         segments = SegmentClient(bootstrap.segments) if bootstrap.segments else None
         if segments is not None:
             resources.enter_context(closing(segments))
-        state = framework.open_state(config, process=bootstrap.process, segments=segments)
+        with SPANS.around("open_state"):
+            state = framework.open_state(config, process=bootstrap.process, segments=segments)
         # A replacement, and a rank of a resumed run, is about to be repaired from a later state.
         is_blank = state.has_snapshot or any(RunFolder(bootstrap.run_dir).checkpoints_folder.glob("step-*"))
         if not is_blank:
-            framework.fill_initial(state, config)
+            with SPANS.around("load_model"):
+                framework.fill_initial(state, config)
         elif state.has_snapshot and config.cluster.share_device != "offload":
             state.begin_load()  # Beside the registration, and the group of the ranks.
 
@@ -714,6 +718,7 @@ def main(bootstrap: Bootstrap) -> int:
             policy = config.cluster.share_device
             memory = framework.device_memory(state, policy=policy)
             lease = open_lease(shell, policy=policy, device=framework.chip, memory=memory)
+            opening = SYSTEM_CLOCK.monotonic()
             worker = ModelWorker(
                 shell,
                 state,
@@ -731,6 +736,7 @@ def main(bootstrap: Bootstrap) -> int:
                 is_blank=is_blank,
                 delivery=open_delivery(shell, bulk) if bootstrap.run_folder_agent else None,
             )
+            SPANS.add("open_calls", {}, since=opening)
             if state.why_private:
                 shell.events.emit(Note(f"snapshots of the state end with this process: {state.why_private}"))
             with closing(worker):
