@@ -27,7 +27,7 @@ def test_a_block_is_a_span_also_when_it_fails() -> None:
     spans = Spans(clock)
     spans.record_to(lambda *span: recorded.append(span))
     with suppress(RuntimeError), spans.around("load_model"):
-        clock.advance_to(9.0)
+        clock.advance(1.5)
         raise RuntimeError
     assert recorded == [("load_model", {}, 7.5, 9.0)]
 
