@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kintsugi.runtime.waits import join
 
-PIECE_BYTES = 32 << 20
+PIECE_BYTES = 16 << 20
 """Size of one transfer. Small transfers of other threads can run between two of these."""
 MOST_LANES = 8
 COPY_TIMEOUT_S = 600.0

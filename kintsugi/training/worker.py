@@ -657,7 +657,13 @@ class DeviceLeaseGuard:
 
 
 def open_publisher(
-    shell: Shell, bulk: BulkServer, framework: Framework, *, segments: SegmentClient | None, store: str
+    shell: Shell,
+    bulk: BulkServer,
+    framework: Framework,
+    config: Config,
+    *,
+    segments: SegmentClient | None,
+    store: str,
 ) -> Publisher:
     """Create the publisher of a rank's weights with every transport; `store` is where servers of a collective meet."""
 
@@ -672,7 +678,7 @@ def open_publisher(
         bulk=bulk,
         emit=emit,
         folder=RunFolder(shell.bootstrap.run_dir).published_weights_folder(shell.process).absolute(),
-        device=framework.device_publisher(host=host),
+        device=framework.device_publisher(config, host=host),
         transports=(
             *framework.transports(process=shell.process, store=store, keys=shell.keys, emit=emit),
             RelayTransport(submit, process=shell.process, agent=shell.bootstrap.agent, emit=emit),
@@ -714,7 +720,9 @@ def main(bootstrap: Bootstrap) -> int:
         def body(shell: Shell) -> None:
             server.admit(lambda key: shell.role_of_key(key) in (Role.MODEL, Role.SERVER))
             bulk = resources.enter_context(closing(open_bulk(shell)))
-            publisher = open_publisher(shell, bulk.server, framework, segments=segments, store=server.address)
+            publisher = open_publisher(
+                shell, bulk.server, framework, config, segments=segments, store=server.address
+            )
             policy = config.cluster.share_device
             memory = framework.device_memory(state, policy=policy)
             lease = open_lease(shell, policy=policy, device=framework.chip, memory=memory)

@@ -19,7 +19,8 @@ class HostLane:
     """A lane between two places in host memory, which notes its pieces."""
 
     def __init__(self, carried: list[int], *, fails: bool = False) -> None:
-        self.carried, self.fails, self.after = carried, fails, []
+        self.carried, self.fails = carried, fails
+        self.after: list[Any] = []
 
     def begin(self, after: Any) -> None:
         self.after.append(after)
