@@ -647,7 +647,7 @@ class Transfer(Protocol):
 
 
 def transfer_of(live: Any) -> Transfer:
-    """How this state and its snapshots in host memory are copied into each other."""
+    """Choose how this state and its snapshots in host memory are copied into each other."""
     if not is_on_accelerator(live):
         return _copy_on_host
     from kintsugi.training.staged_copies import DeviceLane, StagedCopies

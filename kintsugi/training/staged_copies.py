@@ -30,7 +30,7 @@ COPY_TIMEOUT_S = 600.0
 
 
 class Lane(Protocol):
-    """What copies one piece after the other, in one thread at a time."""
+    """Way between device and host for one piece after the other, in one thread at a time."""
 
     def begin(self, after: Any) -> None:
         """Order the following copies after an event of the device."""
