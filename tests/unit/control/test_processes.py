@@ -67,10 +67,13 @@ def test_a_rank_with_the_whole_state_is_started_where_it_is_planned_also_after_i
 
 def test_a_rank_that_finds_its_part_nowhere_is_started_again_where_the_snapshot_of_it_is() -> None:
     cut = ActorSection(logical_shards=2, layout=LayoutSection(shards=2))
-    driven = Driven(msgspec.structs.replace(TWO_HOSTS, actor=cut))
+    rarely = msgspec.structs.replace(TWO_HOSTS.checkpoint, every=9)
+    driven = Driven(msgspec.structs.replace(TWO_HOSTS, actor=cut, checkpoint=rarely))
     driven.begin()
     driven.until(lambda: driven.state.step == 1)
     driven.until(Phase.TRAINING)
+    for process in list(driven.world.children["host-1"]):
+        driven.world.kill(process)
     agent = driven.state.members.members["agent-1"]
     driven.feed(Suspected("agent-1", agent.incarnation, "nobody there speaks", "host", HOST_LOST_S))
     assert requested(driven, "model-1")[-1].host == "host-0"
