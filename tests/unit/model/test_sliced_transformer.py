@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -19,6 +22,7 @@ from kintsugi.model.tensor_group import OneRank, TensorGroup, ordered_sum
 from kintsugi.model.tensor_slices import SliceName, cut, fill, slices_of
 from kintsugi.model.transformer import Transformer
 
+ROOT = Path(__file__).parents[3]
 LENGTHS = (5, 1, 17, 9)
 SLICES = 4
 T = TypeVar("T")
@@ -235,3 +239,13 @@ def test_a_slice_is_named_by_its_number_and_their_count() -> None:
 def test_a_model_that_can_not_be_cut_is_refused(count: int, change: dict[str, int], expected: str) -> None:
     with pytest.raises(ModelError, match=expected):
         SlicedTransformer(make_config(**CONFIGS["llama"], **change), group=OneRank(count), device="meta")
+
+
+@pytest.mark.slow
+def test_a_model_is_created_without_importing_torchs_compiler() -> None:
+    program = (
+        "import sys; from tests.unit.model.test_sliced_transformer import *; "
+        "SlicedTransformer(make_config(family='llama'), group=OneRank(SLICES)); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
