@@ -20,7 +20,8 @@ class Rotation(NamedTuple):
 
 def inverse_frequencies(config: ModelConfig, *, device: torch.device) -> Tensor:
     """Radians per position of each of the `head_dim / 2` pairs, in fp32, after scaling."""
-    if device.type == "meta":  # Arithmetic there would import torch's compiler: more than a second of processor time.
+    if device.type == "meta":
+        # Arithmetic there would import torch's compiler, in more than a second of processor time.
         return torch.empty(config.head_dim // 2, device=device)
     exponents = (
         torch.arange(0, config.head_dim, 2, dtype=torch.int64, device=device).float() / config.head_dim
