@@ -58,7 +58,9 @@ def test_every_stage_passes_every_micro_batch_forward_and_then_backward_in_order
         assert [each.batch for each in actions if each.work is Work.FORWARD] == list(range(num_batches))
         assert [each.batch for each in actions if each.work is Work.BACKWARD] == list(range(num_batches))
         places = {action: place for place, action in enumerate(actions)}
-        assert all(places[Action(Work.FORWARD, n)] < places[Action(Work.BACKWARD, n)] for n in range(num_batches))
+        assert all(
+            places[Action(Work.FORWARD, n)] < places[Action(Work.BACKWARD, n)] for n in range(num_batches)
+        )
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

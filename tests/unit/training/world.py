@@ -353,9 +353,7 @@ def train(
         weights = {name: tensor.clone() for name, tensor in state.weights().items()}
         return Outcome(digests, state.given, weights, metrics, outputs)
 
-    return in_mesh(
-        mesh, rank_main, world_size=world_size, device=device, is_tied=config.tie_embeddings
-    )
+    return in_mesh(mesh, rank_main, world_size=world_size, device=device, is_tied=config.tie_embeddings)
 
 
 def in_mesh(
