@@ -40,7 +40,9 @@ def write_model(folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def layout(*, stages: int = 1, tensors: int = 1, shards: int = 1, slices: int = 1) -> tuple[str, ...]:
+def layout(
+    *, stages: int = 1, tensors: int = 1, shards: int = 1, slices: int = 1, dtype: str = "float32"
+) -> tuple[str, ...]:
     """With a frozen reference, which both ends need too."""
     return (
         "model.new=null",
@@ -52,12 +54,13 @@ def layout(*, stages: int = 1, tensors: int = 1, shards: int = 1, slices: int = 
         f"actor.layout.shards={shards}",
         f"actor.logical_slices={slices}",
         "actor.logical_shards=2",
+        f"actor.dtype={dtype}",
     )
 
 
-def play(run: Run, *changes: str, lost: str = "", begun: tuple[str, ...]) -> None:
+def play(run: Run, *, lost: str = "", begun: tuple[str, ...]) -> None:
     run.longest_s = LONGEST_S
-    run.start(*begun, *changes, gates=(KILLED_AT,) if lost else ())
+    run.start(*begun, gates=(KILLED_AT,) if lost else ())
     if lost:
         run.wait_at(KILLED_AT)
         run.kill(lost)
@@ -87,8 +90,8 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "a tensor rank of the first stage killed": partial(
         play, lost="model-1", begun=layout(stages=2, tensors=2, slices=2)
     ),
-    "one rank in bfloat16": partial(play, "actor.dtype=bfloat16", begun=layout()),
-    "two stages in bfloat16": partial(play, "actor.dtype=bfloat16", lost="model-0", begun=layout(stages=2)),
+    "one rank in bfloat16": partial(play, begun=layout(dtype="bfloat16")),
+    "two stages in bfloat16": partial(play, lost="model-0", begun=layout(stages=2, dtype="bfloat16")),
 }
 TWINS = {
     "stages of tensors": "one rank in slices",
