@@ -5,39 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from kintsugi.checkpoint.store import latest
-from kintsugi.config.schema import NewModel
 from kintsugi.journal.facts import IncidentClosed, RolledBack, StepCommitted
 from kintsugi.model import huggingface
-from kintsugi.model.plan import new_model_config
-from kintsugi.model.tokenizer import character_tokenizer
-from kintsugi.model.transformer import Transformer, initialize
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
 from tests.cluster.real_runs import LAST_STEP, Run, play_selected
 from tests.cluster.test_sharded_runs import KILLED_AT, LONGEST_S, resume_with
+from tests.unit.model.tied_model import write_tied_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.sharding]
 
 MODEL = "model"
-NEW = NewModel(family="qwen3", num_kv_heads=2, num_layers=3, max_positions=32)
-
-
-def write_model(folder: Path) -> None:
-    tokenizer = character_tokenizer(NEW.alphabet)
-    config = msgspec.structs.replace(new_model_config(NEW, tokenizer=tokenizer), tie_embeddings=True)
-    model = Transformer(config)
-    initialize(model, seed=1)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    huggingface.save(weights, config=config, folder=folder)
-    for name, content in tokenizer.files().items():
-        (folder / name).write_bytes(content)
 
 
 def layout(
@@ -111,7 +94,7 @@ LOST = {
 @pytest.fixture(scope="module")
 def run_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     folder = tmp_path_factory.mktemp("tied")
-    write_model(folder / MODEL)
+    write_tied_model(folder / MODEL)
     return play_selected(SCENARIOS, request, folder, at_once=1)
 
 
