@@ -99,8 +99,12 @@ class Stage:
         self.model: Transformer = new_model(config, device=torch.device("cpu"), seat=MESH.seat(rank))
         initialize(self.model, seed=0)
         self._channels: list[TimedChannel] = []
-        edges = {name: self._timed(getattr(groups, name)) for name in ("previous", "following", "embedding")}
-        self._groups = replace(groups, **edges)
+        self._groups = replace(
+            groups,
+            previous=self._timed(groups.previous),
+            following=self._timed(groups.following),
+            embedding=self._timed(groups.embedding),
+        )
         self._batch = _micro_batch(num_tokens, vocab_size=config.vocab_size)
         self._tied: TiedGradient | None = None
         if self.model.part.has_copy:

@@ -304,7 +304,7 @@ class Transformer(nn.Module):
         return rows
 
     def embedded_parts(self, tokens: Tensor) -> list[Tensor]:
-        """What this process adds to `embedded`: one tensor for each of its slices of the embedding."""
+        """The summands of `embedded` that this process computes: one for each of its slices of the embedding."""
         return [self.embedded(tokens)]
 
     @torch.no_grad()
