@@ -50,6 +50,21 @@ def test_a_replacement_has_an_incarnation_that_nobody_had_before() -> None:
     assert len(set(incarnations)) == len(incarnations) == 4
 
 
+def test_a_rank_with_the_whole_state_is_started_where_it_is_planned_also_after_it_ran_elsewhere() -> None:
+    driven = Driven(TWO_HOSTS)
+    driven.begin()
+    driven.until(lambda: driven.state.step == 1)
+    driven.until(Phase.TRAINING)
+    agent = driven.state.members.members["agent-1"]
+    driven.feed(Suspected("agent-1", agent.incarnation, "nobody there speaks", "host", HOST_LOST_S))
+    driven.world.hosts.pop("agent-1")
+    driven.until(lambda: driven.state.homes["model-1"] == "host-0")
+    driven.world.hosts["agent-1"] = "host-1"
+    report(driven, "1.9", host="host-1")
+    driven.lose("model-1")
+    assert requested(driven, "model-1")[-1].host == "host-1"
+
+
 def test_a_start_that_is_repeated_gives_one_process() -> None:
     driven = training()
     driven.lose("rollout-0")
