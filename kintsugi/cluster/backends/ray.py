@@ -34,6 +34,7 @@ from kintsugi.cluster.backends.ray_protocol import (
     RayNode,
     StartHost,
     Went,
+    group_of,
     write_line,
 )
 from kintsugi.cluster.joining import HostNeeds, versions
@@ -64,7 +65,7 @@ def open_ray(config: Config, *, job: str) -> tuple[RayBackend, dict[str, HostNee
     num_hosts = config.cluster.hosts - 1
     order = RayJob(
         address=ray.address,
-        job=f"kintsugi-{job}",
+        job=group_of(job),
         num_hosts=num_hosts,
         cpus=ray.cpus,
         gpus=ray.gpus,
