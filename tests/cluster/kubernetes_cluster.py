@@ -265,8 +265,8 @@ class KubernetesCluster:
         subprocess.run([*self._in(host, "net"), "ip", *arguments], check=True)
 
     def power_off(self, host: str, *, is_silent: bool = True) -> None:
-        """End everything on a node at once: kubelet, containerd, and all containers. Its kernel closes their connections,
-        unless `is_silent`: then its link is cut before, as a machine without power says nothing."""
+        """End everything on a node at once: kubelet, containerd, and all containers. With `is_silent` its link is cut
+        before, as a machine without power says nothing; else its kernel closes their connections."""
         if is_silent:
             self._ip(host, "link", "set", "eth0", "down")
         _kill(self._nodes.pop(host))

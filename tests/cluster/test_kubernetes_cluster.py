@@ -21,7 +21,7 @@ from kintsugi.cluster.backends.kubernetes.access import Access, read_kubeconfig
 from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend
 from kintsugi.cluster.namespaces import enter
 from kintsugi.config.schema import KubernetesSection
-from kintsugi.telemetry.events import HostLost, read_events
+from kintsugi.telemetry.events import Alert, HostLost, read_events
 from tests.cluster import kubernetes_cluster
 from tests.cluster.hosts_runs import (
     LONGEST_S,
@@ -152,6 +152,9 @@ def test_one_pod_is_replaced_and_the_others_keep_their_processes(
     assert wait_for_replacement(cluster, run_dir, "1", before) < REPLACED_S
     finish(command)
     assert weights_of(run_dir) == weights_of_one_machine
+    told = [record.event for record in read_events(run_dir, process="host_manager-0")]
+    moved = [event for event in told if isinstance(event, Alert) and "is to be left" in event.message]
+    assert bool(moved) == (what == "deleted pod"), "SIGTERM has its processes moved between two steps"
     reasons = {event["reason"] for event in cluster.items("events")}
     assert {"HostStarted", "HostLost"} <= reasons
     cluster.assert_nothing_left()

@@ -31,8 +31,8 @@ from kintsugi.cluster.backends.kubernetes.rights import check_rights
 from kintsugi.lab.testbed.remote_signals import ANSWER_BEGINS, Signalled, SignalOrder
 
 RIGHTS = (Right("", "pods", ("list", "delete")), Right("", "pods/exec", ("get", "create")))
-"""What the laboratory needs besides a run (`deploy/kubernetes/laboratory.yaml`). Older servers ask for `get` when a
-command is started, newer ones for `create`."""
+"""Rights of the laboratory besides those of a run (`deploy/kubernetes/laboratory.yaml`). To start a command, older
+servers ask for `get`, newer ones for `create`."""
 ANSWER_S = 10.0
 
 

@@ -19,7 +19,9 @@ from typing import Any
 import msgspec
 
 from kintsugi.cluster.backends.ray_protocol import group_of
+from kintsugi.errors import DeadlineExceeded
 from kintsugi.lab.testbed.remote_signals import HostSignals, Signalled, SignalOrder
+from kintsugi.runtime.waits import wait
 
 START_S = 40.0
 """Time for an actor to start: Ray starts an interpreter for it."""
@@ -38,16 +40,23 @@ class HostNode:
         """Carry out the order of a line; return the line of the answer. Where Ray does not reach the node,
         nothing is signalled."""
         for _ in range(2):
+            timeout_s = ANSWER_S if self._actor is not None else START_S
             try:
-                timeout_s = ANSWER_S
-                if self._actor is None:
-                    self._actor, timeout_s = self._make_actor(), START_S
-                told: bytes = self._ray.get(self._actor.answer.remote(line), timeout=timeout_s)
-                return told
-            except (self._ray.exceptions.RayError, ValueError) as error:
+                self._actor = self._actor or self._make_actor()
+                return self._take(self._actor.answer.remote(line), timeout_s=timeout_s)
+            except (self._ray.exceptions.RayError, DeadlineExceeded, ValueError) as error:
                 sys.stderr.write(f"{self._host}: {error}\n")
                 self._actor = None
         return msgspec.json.encode(Signalled(()))
+
+    def _take(self, asked: Any, *, timeout_s: float) -> bytes:
+        """Wait for the answer of an actor; an error of Ray if it has none, DeadlineExceeded."""
+
+        def attempt(remaining_s: float) -> bytes | None:
+            there = self._ray.wait([asked], timeout=remaining_s)[0]
+            return self._ray.get(asked) if there else None
+
+        return wait(attempt, whom=self._host, what="its answer", timeout_s=timeout_s)
 
     def _make_actor(self) -> Any:
         """ValueError if the run has no placement group."""

@@ -156,7 +156,7 @@ class Client:
         message = f"the API server at {self.access.server} refuses these credentials ({self.access.origin}): {error}"
         return ApiError(message, status=401)
 
-    async def connect(
+    async def open_streams(
         self, path: str, *, query: Sequence[tuple[str, str]], protocol: str
     ) -> aiohttp.ClientWebSocketResponse:
         """Open a WebSocket; ApiError if the server refuses it."""

@@ -48,7 +48,7 @@ class PodCommand:
 
     async def __aenter__(self) -> Self:
         """ApiError if the server does not start the command."""
-        self._socket = await self._client.connect(self._path, query=self._query, protocol=PROTOCOL)
+        self._socket = await self._client.open_streams(self._path, query=self._query, protocol=PROTOCOL)
         return self
 
     async def __aexit__(

@@ -24,12 +24,12 @@ TERMINATED_BY_ENGINE = frozenset({"Evicted", "NodeLost", "Preempting", "Terminat
 
 
 AVOID_S = 60.0
-"""Time for which no pod is put on a node whose host was lost before its engine knew: it calls the node ready for another
-40 s, by default, and prefers it, as it looks empty."""
+"""Time for which no pod is put on a node whose host was lost before its engine knew: it calls the node ready for
+another 40 s, by default, and prefers it, as it looks empty."""
 UNPLACED_S = 10.0
 """Time for another node to take a pod, after which the avoided one may have it."""
 UNTAKEN_S = 10.0
-"""Time for the kubelet of a node to see the pod of a host that is replaced. A kubelet that lives does within a second."""
+"""Time for the kubelet of a node to see the pod of a host that is replaced; one that lives does within a second."""
 
 
 class PodPhase(StrEnum):
