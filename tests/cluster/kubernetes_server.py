@@ -227,6 +227,8 @@ class KubernetesServer:
             return _status(404, "NotFound", f'pods "{name}" not found')
         if "nodeName" not in pod["spec"]:
             return _status(400, "BadRequest", f"pod {name} does not have a host assigned")
+        if request.headers.get("Accept") != "*/*":
+            return _status(406, "NotAcceptable", "only the following media types are accepted: ")
         socket = web.WebSocketResponse(protocols=("v4.channel.k8s.io",))
         await socket.prepare(request)
         pipe = asyncio.subprocess.PIPE

@@ -135,8 +135,7 @@ async def _serve(host: str, namespace: str) -> None:
             try:
                 told = await pod.answer(line)
             except ApiError as error:
-                sys.stderr.write(f"{host}: {error}\n")
-                told = msgspec.json.encode(Signalled(()))
+                told = msgspec.json.encode(Signalled((), why="" if error.may_pass else str(error)))
             sys.stdout.write(f"{told.decode()}\n")
             sys.stdout.flush()
 

@@ -23,7 +23,7 @@ from kintsugi.cluster.backends.slurm import job_of, read_allocation, step_comman
 from kintsugi.cluster.backends.ssh import other_machines, ssh_command
 from kintsugi.cluster.host_supervisor import default_scratch
 from kintsugi.config.schema import Config
-from kintsugi.errors import UserError
+from kintsugi.errors import UserError, WorldError
 from kintsugi.lab.testbed.remote_signals import ANSWER_BEGINS, PROGRAM, Signalled, SignalOrder
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.process_reports import read_processes
@@ -133,7 +133,8 @@ class RemoteHosts:
         return self._ask(host, SignalOrder(self._job(), int(number), dict(pids), is_whole=is_whole))
 
     def connect(self, host: str) -> None:
-        """Connect to a host, which takes a while; a fault may come while the master is held."""
+        """Connect to a host, which takes a while; a fault may come while the master is held. WorldError if no fault can
+        be injected there."""
         self._ask(host, SignalOrder(self._job(), 0), timeout_s=CONNECT_S)
 
     def _ask(self, host: str, order: SignalOrder, *, timeout_s: float = ANSWER_S) -> frozenset[str]:
@@ -147,7 +148,10 @@ class RemoteHosts:
         if answer is None:
             connection.end()  # The next order connects again.
             return frozenset()
-        return frozenset(msgspec.json.decode(answer, type=Signalled).hit)
+        signalled = msgspec.json.decode(answer, type=Signalled)
+        if signalled.why:
+            raise WorldError(f"{host}: {signalled.why}")
+        return frozenset(signalled.hit)
 
     def _job(self) -> str:
         """Return the session of the run, as its host manager has recorded it."""

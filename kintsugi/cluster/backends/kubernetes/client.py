@@ -165,7 +165,8 @@ class Client:
                 self.access.server + path,
                 params=query,
                 protocols=(protocol,),
-                headers=self._headers("GET", renew=False),
+                # What comes is no object.
+                headers=self._headers("GET", renew=False) | {"Accept": "*/*"},
                 ssl=self.access.tls or True,
                 server_hostname=self.access.server_name,
             )
