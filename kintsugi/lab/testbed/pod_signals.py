@@ -33,6 +33,8 @@ from kintsugi.lab.testbed.remote_signals import ANSWER_BEGINS, Signalled, Signal
 RIGHTS = (Right("", "pods", ("list", "delete")), Right("", "pods/exec", ("get", "create")))
 """Rights of the laboratory besides those of a run (`deploy/kubernetes/laboratory.yaml`). To start a command, older
 servers ask for `get`, newer ones for `create`."""
+START_S = 40.0
+"""Time for the first answer: an interpreter is started in the pod."""
 ANSWER_S = 10.0
 
 
@@ -69,6 +71,7 @@ class HostPod:
         order = msgspec.json.decode(line, type=SignalOrder)
         is_deleted = False
         for _ in range(2):
+            timeout_s = ANSWER_S if self._command is not None else START_S
             command = self._command or await self._connect(order.job)
             if command is None:
                 break
@@ -76,7 +79,7 @@ class HostPod:
                 # First: the supervisor would restart what is killed.
                 await self._delete()
                 is_deleted = True
-            if (told := await command.ask(line, begin=ANSWER_BEGINS, timeout_s=ANSWER_S)) is not None:
+            if (told := await command.ask(line, begin=ANSWER_BEGINS, timeout_s=timeout_s)) is not None:
                 return told
             await self._disconnect()
             if is_deleted:
