@@ -14,7 +14,8 @@ import pytest
 
 from kintsugi.cluster.host_supervisor import RECORD, ScratchRecord, own_machine
 from kintsugi.config.schema import ClusterSection, Config, KubernetesSection, RaySection
-from kintsugi.errors import UserError
+from kintsugi.errors import UserError, WorldError
+from kintsugi.lab.testbed import remote_hosts
 from kintsugi.lab.testbed.remote_hosts import HERE, RemoteHosts, check_reach, commands_of
 from kintsugi.lab.testbed.remote_signals import SignalOrder, carry_out
 from kintsugi.run_folder.layout import RunFolder
@@ -104,6 +105,17 @@ def test_pods_whose_cluster_can_not_be_asked_are_refused_before_a_run_starts(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(UserError, match="KUBECONFIG: expected a file"):
         check_reach(Config(name="lab", cluster=ClusterSection(on="k8s")))
+
+
+def test_a_host_where_no_fault_can_be_injected_ends_the_soak_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuses = ["sh", "-c", """read order; echo '{"hit": [], "why": "no command may be run in pods (403)"}'"""]
+    monkeypatch.setattr(remote_hosts, "commands_of", lambda config: {"host-1": refuses})
+    remote = RemoteHosts(Config(name="lab", cluster=ClusterSection(on="k8s", hosts=2)), run_dir=tmp_path)
+    with pytest.raises(WorldError, match=r"host-1: no command may be run in pods \(403\)"):
+        remote.connect("host-1")
+    remote.close()
 
 
 def test_agents_are_on_the_hosts_of_their_numbers_and_others_where_the_master_says(tmp_path: Path) -> None:
