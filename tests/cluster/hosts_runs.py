@@ -95,11 +95,11 @@ def wait_for_step(run_dir: Path, step: int, command: subprocess.Popen[str]) -> N
 
 
 def faults_of_soak(report: Path, *, roles: set[str]) -> list[dict[str, Any]]:
-    """Return the faults of a soak that have fired, at least one of each role; its runs ended in equal bits, nothing was
-    lost or done twice, and the processes that were not hit are the same."""
+    """Return the faults of a soak that have fired, the loss of a machine among them, and others only of these roles. Its
+    runs ended in equal bits, nothing was lost or done twice, and the processes that were not hit are the same."""
     found = json.loads(report.read_text())
     faults: list[dict[str, Any]] = found["faults"]
-    assert {fault["role"] for fault in faults} == roles, faults
+    assert {"node"} <= {fault["role"] for fault in faults} <= roles, faults
     for fault in faults:
         assert fault["processes"], fault
         assert fault["recovered_ms"] is not None and fault["healthy_pids_unchanged"], fault
