@@ -95,8 +95,10 @@ def wait_for_step(run_dir: Path, step: int, command: subprocess.Popen[str]) -> N
 
 
 def faults_of_soak(report: Path, *, roles: set[str]) -> list[dict[str, Any]]:
-    """Return the faults of a soak that have fired, the loss of a machine among them, and others only of these roles. Its
-    runs ended in equal bits, nothing was lost or done twice, and the processes that were not hit are the same."""
+    """Return the faults of a soak that have fired, the loss of a machine among them, and others only of these roles.
+
+    Its runs ended in equal bits, nothing was lost or done twice, and the processes that were not hit are the same.
+    """
     found = json.loads(report.read_text())
     faults: list[dict[str, Any]] = found["faults"]
     assert {"node"} <= {fault["role"] for fault in faults} <= roles, faults
