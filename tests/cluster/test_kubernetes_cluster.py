@@ -50,6 +50,8 @@ from tests.unit.cluster.test_backends import (
     test_one_host_is_replaced_and_the_others_keep_their_supervisors,
 )
 
+PATIENTLY = "cluster.start_timeout_s=300"
+"""For a busy machine: a run of the laboratory has to begin, however long that takes."""
 REPLACED_S = 15.0
 """From a loss to the supervisor of the new pod, with a grace of `GRACE_S` for a node that is silent."""
 
@@ -192,7 +194,7 @@ def test_a_soak_in_pods_loses_processes_and_whole_pods_and_ends_in_the_bits_of_i
     report = cluster.runs / "soak.json"
     code, output = cluster.ask(
         *("soak", "recipe.yaml", f"run_dir={cluster.runs}/soak", "--faults", "4", "--json", str(report)),
-        *("--role", "node", "--role", "model", "--role", "server", *cluster.on_pods()),
+        *("--role", "node", "--role", "model", "--role", "server", *cluster.on_pods(), PATIENTLY),
         timeout_s=LONGEST_S,
         user="laboratory",
     )
@@ -216,7 +218,7 @@ def test_an_experiment_that_loses_a_pod_is_diagnosed(cluster: KubernetesCluster)
     result = cluster.runs / "lab.json"
     code, output = cluster.ask(
         *("lab", "run", "node_loss", "--profile", "ours", "--folder", str(cluster.runs / "lab")),
-        *("--json", str(result), *cluster.on_pods()),
+        *("--json", str(result), *cluster.on_pods(), PATIENTLY),
         timeout_s=LONGEST_S,
         user="laboratory",
     )

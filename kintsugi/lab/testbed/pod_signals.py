@@ -84,7 +84,7 @@ class HostPod:
             await self._disconnect()
             if is_deleted:
                 break
-        return msgspec.json.encode(Signalled(tuple(order.pids) if is_deleted else ()))
+        return msgspec.json.encode(Signalled(tuple(order.pids) if is_deleted else (), is_reached=False))
 
     async def _connect(self, job: str) -> PodCommand | None:
         """Start `host-signals` in the pod of the host; None if none runs."""
@@ -138,7 +138,9 @@ async def _serve(host: str, namespace: str) -> None:
             try:
                 told = await pod.answer(line)
             except ApiError as error:
-                told = msgspec.json.encode(Signalled((), why="" if error.may_pass else str(error)))
+                told = msgspec.json.encode(
+                    Signalled((), is_reached=False, why="" if error.may_pass else str(error))
+                )
             sys.stdout.write(f"{told.decode()}\n")
             sys.stdout.flush()
 

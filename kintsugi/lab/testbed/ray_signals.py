@@ -47,7 +47,7 @@ class HostNode:
             except (self._ray.exceptions.RayError, DeadlineExceeded, ValueError) as error:
                 sys.stderr.write(f"{self._host}: {error}\n")
                 self._actor = None
-        return msgspec.json.encode(Signalled(()))
+        return msgspec.json.encode(Signalled((), is_reached=False))
 
     def _take(self, asked: Any, *, timeout_s: float) -> bytes:
         """Wait for the answer of an actor; an error of Ray if it has none, DeadlineExceeded."""

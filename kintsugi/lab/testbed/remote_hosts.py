@@ -130,14 +130,15 @@ class RemoteHosts:
     ) -> frozenset[str]:
         """Signal processes of a host, or with `is_whole` its supervisor and all below it; return those of `pids` that
         got it: none if the host does not answer."""
-        return self._ask(host, SignalOrder(self._job(), int(number), dict(pids), is_whole=is_whole))
+        order = SignalOrder(self._job(), int(number), dict(pids), is_whole=is_whole)
+        return frozenset(self._ask(host, order).hit)
 
-    def connect(self, host: str) -> None:
-        """Connect to a host, which takes a while; a fault may come while the master is held. WorldError if no fault can
-        be injected there."""
-        self._ask(host, SignalOrder(self._job(), 0), timeout_s=CONNECT_S)
+    def connect(self, host: str) -> bool:
+        """Connect to a host, which takes a while; a fault may come while the master is held. False if it is not there
+        yet, or does not answer; WorldError if no fault can be injected there."""
+        return self._ask(host, SignalOrder(self._job(), 0), timeout_s=CONNECT_S).is_reached
 
-    def _ask(self, host: str, order: SignalOrder, *, timeout_s: float = ANSWER_S) -> frozenset[str]:
+    def _ask(self, host: str, order: SignalOrder, *, timeout_s: float = ANSWER_S) -> Signalled:
         connection = self._connections.get(host)
         if connection is None or connection.has_ended:
             if connection is not None:
@@ -147,11 +148,11 @@ class RemoteHosts:
         answer = connection.hear(begin=ANSWER_BEGINS, timeout_s=timeout_s)
         if answer is None:
             connection.end()  # The next order connects again.
-            return frozenset()
+            return Signalled((), is_reached=False)
         signalled = msgspec.json.decode(answer, type=Signalled)
         if signalled.why:
             raise WorldError(f"{host}: {signalled.why}")
-        return frozenset(signalled.hit)
+        return signalled
 
     def _job(self) -> str:
         """Return the session of the run, as its host manager has recorded it."""

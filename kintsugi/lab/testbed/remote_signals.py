@@ -39,6 +39,8 @@ class Signalled(msgspec.Struct, frozen=True):
 
     hit: tuple[str, ...]
     """Processes that got the signal."""
+    is_reached: bool = True
+    """The program on the host has answered."""
     why: str = ""
     """Why no order can be carried out on this host, now or later; empty if one may be."""
 

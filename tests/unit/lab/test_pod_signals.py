@@ -110,7 +110,7 @@ def test_a_host_without_a_pod_is_not_signalled_and_no_other_is(
     server: KubernetesServer, machine: Machine
 ) -> None:
     order = SignalOrder("run2", signal.SIGKILL, {"model-0": machine.child})
-    assert ask(server, machine, order) == [Signalled(())]
+    assert ask(server, machine, order) == [Signalled((), is_reached=False)]
     assert machine.child_runs
 
 
