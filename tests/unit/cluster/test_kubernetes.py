@@ -215,7 +215,7 @@ def test_a_replaced_pod_that_its_node_does_not_see_is_given_up(started: bool) ->
     pods.see(running(), deleted=False, now=1.0)
     pods.see(ended(137), deleted=False, now=2.0)
     pods.order("host-1", now=10.0)
-    seen = {"startTime": "2026-11-18T10:00:11Z"} if started else {}
+    seen: dict[str, Any] = {"startTime": "2026-11-18T10:00:11Z"} if started else {}
     pods.see(pod(uid="u2", created="2026-11-18T10:00:10Z", **seen), deleted=False, now=11.0)
     told = pods.check(now=10.5 + UNTAKEN_S)
     why = f"node h1 has not seen its pod (for {UNTAKEN_S:g} s)"
