@@ -358,6 +358,8 @@ class KubernetesCluster:
             "command": [sys.executable, "-P", "-m", "kintsugi"],
             "env": [{"name": key, "value": value} for key, value in environment.items()],
             "volumeMounts": mounts,
+            # Without a request, a container gets next to nothing of a processor that others use too.
+            "resources": {"requests": {"cpu": "500m"}},
         }
         path = self.runs / name
         path.write_text(yaml.safe_dump({"spec": {"containers": [container], "volumes": volumes}}))
