@@ -217,11 +217,10 @@ def in_the_laboratory(machines: RayHosts, *arguments: str) -> None:
     machines.assert_nothing_left()
 
 
-def test_a_soak_loses_processes_and_whole_nodes_and_ends_in_the_bits_of_its_twin(machines: RayHosts) -> None:
+def test_a_soak_loses_whole_nodes_and_ends_in_the_bits_of_its_undisturbed_twin(machines: RayHosts) -> None:
     folder, report = machines.runs / "soak", machines.runs / "soak.json"
-    roles = ("--role", "node", "--role", "model")
-    soak = ("soak", "recipe.yaml", f"run_dir={folder}", "--faults", "3", "--json", str(report))
-    in_the_laboratory(machines, *soak, *roles)
+    soak = ("soak", "recipe.yaml", f"run_dir={folder}", "--faults", "3", "--role", "node")
+    in_the_laboratory(machines, *soak, "--json", str(report))
     for fault in faults_of_soak(report, roles={"node", "model"}):
         LOG.info("%s", fault)
         assert places_of_fault(folder, fault) <= {"host-1", "host-2", "host-3"}, "it was injected on a node"
