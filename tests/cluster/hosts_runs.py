@@ -95,7 +95,7 @@ def wait_for_step(run_dir: Path, step: int, command: subprocess.Popen[str]) -> N
 
 
 def faults_of_soak(report: Path, *, roles: set[str]) -> list[dict[str, Any]]:
-    """Return the faults of a soak that have fired: losses of machines, and what else is of these roles. A fault during a
+    """Return the faults of a soak that have fired: losses of machines, and what else is of these roles. One in a
     recovery follows the kill of a rank.
 
     Its runs ended in equal bits, nothing was lost or done twice, and the processes that were not hit are the same.
