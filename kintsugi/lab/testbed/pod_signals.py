@@ -77,8 +77,7 @@ class HostPod:
                 break
             if order.is_whole:
                 # First: the supervisor would restart what is killed.
-                await self._delete()
-                is_deleted = True
+                is_deleted = await self._delete()
             if (told := await command.ask(line, begin=ANSWER_BEGINS, timeout_s=timeout_s)) is not None:
                 return told
             await self._disconnect()
@@ -115,13 +114,16 @@ class HostPod:
         ]
         return max(there, key=lambda each: each[0])[1] if there else None
 
-    async def _delete(self) -> None:
+    async def _delete(self) -> bool:
+        """Delete the pod by force; False if it is gone."""
         options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
         try:
             await self._client.request("DELETE", self._path, body=options)
         except ApiError as error:
             if error.status != 404:
                 raise
+            return False
+        return True
 
     async def _disconnect(self) -> None:
         self._command = None
