@@ -106,6 +106,8 @@ class RemoteHosts:
         self._commands = commands_of(config)
         self._run_dir = run_dir
         self._connections: dict[str, Conversation] = {}
+        self._reached: set[str] = set()
+        """Hosts that have answered, and were not lost by a fault since then."""
 
     def host_of(self, process: str) -> str:
         """Return the host of a process, as the master knows it; `HERE` for one that it does not know."""
@@ -131,12 +133,21 @@ class RemoteHosts:
         """Signal processes of a host, or with `is_whole` its supervisor and all below it; return those of `pids` that
         got it: none if the host does not answer."""
         order = SignalOrder(self._job(), int(number), dict(pids), is_whole=is_whole)
-        return frozenset(self._ask(host, order).hit)
+        signalled = self._ask(host, order)
+        if is_whole:
+            self._reached.discard(host)
+        return frozenset(signalled.hit)
 
     def connect(self, host: str) -> bool:
         """Connect to a host, which takes a while; a fault may come while the master is held. False if it is not there
         yet, or does not answer; WorldError if no fault can be injected there."""
-        return self._ask(host, SignalOrder(self._job(), 0), timeout_s=CONNECT_S).is_reached
+        connection = self._connections.get(host)
+        if host in self._reached and connection is not None and not connection.has_ended:
+            return True
+        is_reached = self._ask(host, SignalOrder(self._job(), 0), timeout_s=CONNECT_S).is_reached
+        if is_reached:
+            self._reached.add(host)
+        return is_reached
 
     def _ask(self, host: str, order: SignalOrder, *, timeout_s: float = ANSWER_S) -> Signalled:
         connection = self._connections.get(host)
@@ -148,8 +159,11 @@ class RemoteHosts:
         answer = connection.hear(begin=ANSWER_BEGINS, timeout_s=timeout_s)
         if answer is None:
             connection.end()  # The next order connects again.
+            self._reached.discard(host)
             return Signalled((), is_reached=False)
         signalled = msgspec.json.decode(answer, type=Signalled)
+        if not signalled.is_reached:
+            self._reached.discard(host)
         if signalled.why:
             raise WorldError(f"{host}: {signalled.why}")
         return signalled
