@@ -4,9 +4,14 @@
 
 Two processes, each on a core of its own with one thread, make forward and backward passes over n micro-batches, over
 gloo, as a training call does (`training/pipeline.py`). The cases take turns, so that all of them see the same load of
-the machine; medians are reported. `idle` is the part of a pass that the two stages wait for each other, measured where
-they wait. `bound` is the formula. `tied` has one matrix for embedding and output projection, `tied, shards of 4` sums
-the gradients of every four micro-batches apart, as logical shards do.
+the machine; medians are reported. `bound` is the formula. Two numbers say which part of a pass the stages are idle:
+
+    waited      the seconds that they wait for each other; on a machine with other work also because of that
+    replayed    what they would wait if each had its core for itself: their work has the measured processor time, and
+                begins when what it needs has ended
+
+`tied` has one matrix for embedding and output projection, `tied, shards of 4` sums the gradients of every four
+micro-batches apart, as logical shards do.
 """
 
 from __future__ import annotations
@@ -18,8 +23,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -38,7 +45,7 @@ from kintsugi.training.batch import MicroBatch
 from kintsugi.training.group import Channel, Edge, Groups
 from kintsugi.training.initial_weights import new_model
 from kintsugi.training.objectives import BatchLoss
-from kintsugi.training.pipeline import learning_pass
+from kintsugi.training.pipeline import Action, Work, completed, learning_pass, schedule
 from kintsugi.training.process_group import join_groups
 from kintsugi.training.tied_embedding import TiedGradient
 from kintsugi.transport import new_key_pair
@@ -68,6 +75,25 @@ class Case(NamedTuple):
     shard: int
     """Micro-batches of one shard."""
 
+    @property
+    def ends(self) -> range:
+        return range(self.shard - 1, self.num_batches, self.shard)
+
+    @property
+    def actions(self) -> tuple[list[Action], list[Action]]:
+        first, last = (schedule(stage=stage, stages=2, num_batches=self.num_batches) for stage in range(2))
+        last = completed(last, stages=2, ends=self.ends) if self.is_tied else last
+        return list(first), list(last)
+
+
+class Seconds(NamedTuple):
+    """Times of one pass in one stage."""
+
+    total: float
+    waited: float
+    work: list[float]
+    """Processor time of each action, in their order, without that of waiting."""
+
 
 class TimedChannel:
     """A channel that counts the time for which its owner waits."""
@@ -75,6 +101,8 @@ class TimedChannel:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.waited_s = 0.0
+        self.waiting_cpu_s = 0.0
+        """Processor time of waiting: a library is polled."""
 
     def send(self, tensor: Tensor) -> None:
         self._channel.send(tensor)
@@ -86,9 +114,10 @@ class TimedChannel:
         self._timed(lambda: self._channel.await_sent(timeout_s=timeout_s))
 
     def _timed(self, wait: Callable[[], None]) -> None:
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.thread_time()
         wait()
         self.waited_s += time.perf_counter() - started
+        self.waiting_cpu_s += time.thread_time() - cpu_started
 
 
 class Stage:
@@ -126,11 +155,13 @@ class Stage:
         self._channels += channels
         return Edge(*(cast(Channel, channel) for channel in channels))
 
-    def run(self, case: Case) -> tuple[float, float]:
-        """Seconds of the pass and, of these, in which this stage waited."""
+    def _cpu_s(self) -> float:
+        return time.thread_time() - sum(channel.waiting_cpu_s for channel in self._channels)
+
+    def run(self, case: Case) -> Seconds:
         for channel in self._channels:
             channel.waited_s = 0.0
-        ends = range(case.shard - 1, case.num_batches, case.shard)
+        marks: list[float] = []
         self._meet()
         started = time.perf_counter()
         passes = learning_pass(
@@ -138,16 +169,18 @@ class Stage:
             [self._batch] * case.num_batches,
             groups=self._groups,
             loss=self._loss,
-            check=lambda: None,
+            check=lambda: marks.append(self._cpu_s()),  # Called before every action.
             tied=self._tied,
-            ends=ends,
+            ends=case.ends,
         )
         for _ in passes:
             pass
+        marks.append(self._cpu_s())
         at_end = time.perf_counter()
         self._meet()
         ended = time.perf_counter()
-        return ended - started, sum(each.waited_s for each in self._channels) + ended - at_end
+        waited = sum(each.waited_s for each in self._channels) + ended - at_end
+        return Seconds(ended - started, waited, [after - before for before, after in pairwise(marks)])
 
     def _meet(self) -> None:
         self._groups.world.all_gather(torch.zeros(1), timeout_s=TIMEOUT_S)
@@ -210,7 +243,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         )
         opened.append(groups)
         stages[is_tied] = Stage(arguments.rank, groups, is_tied=is_tied, num_tokens=arguments.tokens)
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[Seconds]] = {}
     for number in range(arguments.repeats + 1):
         for case in cases(arguments.batches):
             seconds = stages[case.is_tied].run(case)
@@ -219,6 +252,28 @@ def run_rank(arguments: argparse.Namespace) -> None:
     for groups in opened:
         groups.close()
     sys.stdout.write(json.dumps(found))
+
+
+def replayed(case: Case, first: Sequence[float], last: Sequence[float]) -> float:
+    """Idle part of both stages if each action begins when those that it needs have ended."""
+    queues = [deque(zip(*each, strict=True)) for each in zip(case.actions, (first, last), strict=True)]
+    ended: dict[tuple[int, Action], float] = {}
+    now = [0.0, 0.0]
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            while queue and (needed := _needed(stage, queue[0][0])) in ended | {None: 0.0}:
+                action, seconds = queue.popleft()
+                now[stage] = max(now[stage], 0.0 if needed is None else ended[needed]) + seconds
+                ended[stage, action] = now[stage]
+    return 1 - (sum(first) + sum(last)) / (2 * max(now))
+
+
+def _needed(stage: int, action: Action) -> tuple[int, Action] | None:
+    """Action of the other stage whose result an action takes."""
+    if action.work is Work.COMPLETION:
+        return 0, Action(Work.BACKWARD, action.batch)
+    takes = stage == (0 if action.work is Work.BACKWARD else 1)
+    return (1 - stage, action) if takes else None
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -242,15 +297,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {"load": [load, os.getloadavg()[0]]}
     for case in cases(arguments.batches):
         name = f"{case.num_batches}: {case.name}"
-        pairs = list(zip(first[name], last[name], strict=True))
-        idle = statistics.median((a[1] + b[1]) / (a[0] + b[0]) for a, b in pairs)
+        pairs = [(Seconds(*a), Seconds(*b)) for a, b in zip(first[name], last[name], strict=True)]
+        waited = statistics.median((a.waited + b.waited) / (a.total + b.total) for a, b in pairs)
+        alone = statistics.median(replayed(case, a.work, b.work) for a, b in pairs)
         bound = 1 / (case.num_batches + 1)
-        report[name] = {
-            "seconds": round(statistics.median(a[0] for a, _ in pairs), 4),
-            "idle": round(idle, 4),
-            "bound": round(bound, 4),
-            "idle / bound": round(idle / bound, 3),
+        numbers = {
+            "seconds": statistics.median(a.total for a, _ in pairs),
+            "work of the last / of the first": statistics.median(sum(b.work) / sum(a.work) for a, b in pairs),
+            "waited": waited,
+            "replayed": alone,
+            "bound": bound,
+            "replayed / bound": alone / bound,
         }
+        report[name] = {key: round(number, 4) for key, number in numbers.items()}
     return report
 
 
