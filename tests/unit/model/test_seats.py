@@ -94,6 +94,12 @@ def test_the_digest_of_a_box_is_found_in_that_of_its_own_layout_only() -> None:
     assert digest_of_box("", WHOLE) == digest_of_box("", Mesh(1, 2).seat(0)) == ""
 
 
+def test_of_replicas_that_differ_the_most_frequent_one_counts() -> None:
+    digests = dict(zip(names(6), ("1", "a", "2", "b", "2", "b"), strict=True))
+    assert joined(digests, Mesh(2)) == "2.b"
+    assert joined(dict.fromkeys(names(1), "1"), Mesh(2)) == "1."
+
+
 def test_no_two_boxes_of_any_layouts_have_one_name() -> None:
     boxes = [mesh.seat(number).box for mesh in MESHES for number in range(mesh.boxes)]
     assert len(set(boxes)) == len(boxes)
