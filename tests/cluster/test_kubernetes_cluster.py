@@ -195,7 +195,7 @@ def test_a_soak_loses_whole_pods_and_ends_in_the_bits_of_its_undisturbed_twin(
     code, output = cluster.ask(
         *("soak", "recipe.yaml", f"run_dir={cluster.runs}/soak", "--faults", "3", "--json", str(report)),
         *("--role", "node", *cluster.on_pods(), PATIENTLY),
-        timeout_s=LONGEST_S,
+        timeout_s=2 * LONGEST_S,
         user="laboratory",
     )
     assert code == 0, output
@@ -219,7 +219,7 @@ def test_an_experiment_that_loses_a_pod_is_diagnosed(cluster: KubernetesCluster)
     code, output = cluster.ask(
         *("lab", "run", "node_loss", "--profile", "ours", "--folder", str(cluster.runs / "lab")),
         *("--json", str(result), *cluster.on_pods(), PATIENTLY),
-        timeout_s=LONGEST_S,
+        timeout_s=2 * LONGEST_S,
         user="laboratory",
     )
     assert code == 0, output
