@@ -44,7 +44,9 @@ class HostNode:
             try:
                 self._actor = self._actor or self._make_actor()
                 return self._take(self._actor.answer.remote(line), timeout_s=timeout_s)
-            except (self._ray.exceptions.RayError, DeadlineExceeded, ValueError) as error:
+            except DeadlineExceeded:
+                break  # It is starting; a node that is gone fails it.
+            except (self._ray.exceptions.RayError, ValueError) as error:
                 sys.stderr.write(f"{self._host}: {error}\n")
                 self._actor = None
         return msgspec.json.encode(Signalled((), is_reached=False))
@@ -79,9 +81,11 @@ def main(arguments: list[str]) -> int:
     os.dup2(2, 1)
     node: HostNode | None = None
     for line in sys.stdin.buffer:
-        if node is None:
-            node = _connect(host, address, job=msgspec.json.decode(line, type=SignalOrder).job)
-        os.write(answers, node.answer(line) + b"\n")
+        job = msgspec.json.decode(line, type=SignalOrder).job
+        if node is None and job:  # A run that begins has none yet.
+            node = _connect(host, address, job=job)
+        told = msgspec.json.encode(Signalled((), is_reached=False)) if node is None else node.answer(line)
+        os.write(answers, told + b"\n")
     return 0
 
 
