@@ -37,15 +37,19 @@ class HostNode:
         self._actor: Any = None
 
     def answer(self, line: bytes) -> bytes:
-        """Carry out the order of a line; return the line of the answer. Where Ray does not reach the node,
-        nothing is signalled."""
+        """Carry out the order of a line; return the line of the answer. Where Ray does not reach the node, nothing is
+        signalled."""
+        order = msgspec.json.decode(line, type=SignalOrder)
         for _ in range(2):
             timeout_s = ANSWER_S if self._actor is not None else START_S
             try:
                 self._actor = self._actor or self._make_actor()
                 return self._take(self._actor.answer.remote(line), timeout_s=timeout_s)
             except DeadlineExceeded:
-                break  # It is starting; a node that is gone fails it.
+                if order.number:  # A fault must not come later, when it is not expected any more.
+                    self._ray.kill(self._actor)
+                    self._actor = None
+                break  # Otherwise it may be starting; it fails when its node is gone.
             except (self._ray.exceptions.RayError, ValueError) as error:
                 sys.stderr.write(f"{self._host}: {error}\n")
                 self._actor = None
