@@ -23,7 +23,7 @@ from kintsugi.errors import DeadlineExceeded
 from kintsugi.lab.testbed.remote_signals import HostSignals, Signalled, SignalOrder
 from kintsugi.runtime.waits import wait
 
-START_S = 40.0
+START_S = 90.0
 """Time for an actor to start: Ray starts an interpreter for it."""
 ANSWER_S = 10.0
 
