@@ -193,7 +193,7 @@ def test_a_soak_loses_whole_pods_and_ends_in_the_bits_of_its_undisturbed_twin(
 ) -> None:
     report = cluster.runs / "soak.json"
     code, output = cluster.ask(
-        *("soak", "recipe.yaml", f"run_dir={cluster.runs}/soak", "--faults", "3", "--json", str(report)),
+        *("soak", "recipe.yaml", f"run_dir={cluster.runs}/soak", "--faults", "2", "--json", str(report)),
         *("--role", "node", *cluster.on_pods(), PATIENTLY),
         timeout_s=2 * LONGEST_S,
         user="laboratory",
