@@ -51,7 +51,7 @@ from tests.unit.cluster.test_backends import (
 )
 
 PATIENTLY = "cluster.start_timeout_s=300"
-"""For a busy machine: a run of the laboratory has to begin, however long that takes."""
+"""For a busy machine: a run has to begin, however long that takes."""
 REPLACED_S = 15.0
 """From a loss to the supervisor of the new pod, with a grace of `GRACE_S` for a node that is silent."""
 
@@ -89,7 +89,9 @@ def weights_of_one_machine(cluster: KubernetesCluster) -> str:
 
 def start(cluster: KubernetesCluster, name: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
     run_dir = cluster.runs / name
-    command = cluster.start("train", "recipe.yaml", f"run_dir={run_dir}", *cluster.on_pods(), *overrides)
+    command = cluster.start(
+        "train", "recipe.yaml", f"run_dir={run_dir}", *cluster.on_pods(), PATIENTLY, *overrides
+    )
     return command, run_dir
 
 
