@@ -212,7 +212,7 @@ def test_a_lost_machine_of_the_launcher_leaves_neither_a_process_nor_a_reserved_
 def in_the_laboratory(machines: RayHosts, *arguments: str) -> None:
     """Run a command of the laboratory on the nodes of the cluster."""
     at = ("--on", "ray", f"cluster.ray.address={machines.address_of_cluster}", "cluster.start_timeout_s=300")
-    code, output = machines.ask(*arguments, *at, timeout_s=LONGEST_S)
+    code, output = machines.ask(*arguments, *at, timeout_s=2 * LONGEST_S)
     assert code == 0, output
     machines.assert_nothing_left()
 

@@ -33,7 +33,7 @@ from kintsugi.lab.testbed.remote_signals import ANSWER_BEGINS, Signalled, Signal
 RIGHTS = (Right("", "pods", ("list", "delete")), Right("", "pods/exec", ("get", "create")))
 """Rights of the laboratory besides those of a run (`deploy/kubernetes/laboratory.yaml`). To start a command, older
 servers ask for `get`, newer ones for `create`."""
-START_S = 40.0
+START_S = 60.0
 """Time for the first answer: an interpreter is started in the pod."""
 ANSWER_S = 10.0
 

@@ -23,7 +23,7 @@ from kintsugi.errors import DeadlineExceeded
 from kintsugi.lab.testbed.remote_signals import HostSignals, Signalled, SignalOrder
 from kintsugi.runtime.waits import wait
 
-START_S = 40.0
+START_S = 90.0
 """Time for an actor to start: Ray starts an interpreter for it."""
 ANSWER_S = 10.0
 
@@ -37,14 +37,20 @@ class HostNode:
         self._actor: Any = None
 
     def answer(self, line: bytes) -> bytes:
-        """Carry out the order of a line; return the line of the answer. Where Ray does not reach the node,
-        nothing is signalled."""
+        """Carry out the order of a line; return the line of the answer. Where Ray does not reach the node, nothing is
+        signalled."""
+        order = msgspec.json.decode(line, type=SignalOrder)
         for _ in range(2):
             timeout_s = ANSWER_S if self._actor is not None else START_S
             try:
                 self._actor = self._actor or self._make_actor()
                 return self._take(self._actor.answer.remote(line), timeout_s=timeout_s)
-            except (self._ray.exceptions.RayError, DeadlineExceeded, ValueError) as error:
+            except DeadlineExceeded:
+                if order.number:  # A fault must not come later, when it is not expected any more.
+                    self._ray.kill(self._actor)
+                    self._actor = None
+                break  # Otherwise it may be starting; it fails when its node is gone.
+            except (self._ray.exceptions.RayError, ValueError) as error:
                 sys.stderr.write(f"{self._host}: {error}\n")
                 self._actor = None
         return msgspec.json.encode(Signalled((), is_reached=False))
@@ -79,9 +85,11 @@ def main(arguments: list[str]) -> int:
     os.dup2(2, 1)
     node: HostNode | None = None
     for line in sys.stdin.buffer:
-        if node is None:
-            node = _connect(host, address, job=msgspec.json.decode(line, type=SignalOrder).job)
-        os.write(answers, node.answer(line) + b"\n")
+        job = msgspec.json.decode(line, type=SignalOrder).job
+        if node is None and job:  # A run that begins has none yet.
+            node = _connect(host, address, job=job)
+        told = msgspec.json.encode(Signalled((), is_reached=False)) if node is None else node.answer(line)
+        os.write(answers, told + b"\n")
     return 0
 
 

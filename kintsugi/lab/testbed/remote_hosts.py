@@ -32,8 +32,9 @@ from kintsugi.types import Role
 HERE = "host-0"
 ANSWER_S = 15.0
 """Time for a host to carry out an order."""
-CONNECT_S = 60.0
-"""Time for the first answer of a host: over ssh a second or two, on Ray an interpreter is started for it."""
+CONNECT_S = 150.0
+"""Time for the first answer of a host: over ssh a second or two; on Ray, interpreters are started on both sides, which
+takes a minute where forty processes share two cores."""
 CLOSE_S = 3.0
 _NUMBERED = frozenset({Role.AGENT.value, Role.SUPERVISOR.value})
 """Roles of which the process N is on host N."""
