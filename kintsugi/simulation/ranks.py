@@ -287,7 +287,7 @@ class SimulatedRank(SimulatedWorker):
                 return self._evaluate(body)
             case HashWeights():
                 return WeightsHashed(weights_digest(self.adapter.committed))
-            case RebuildGroup() if body.sequence >= self.processor.sequence and not self._has_met(body):
+            case RebuildGroup() if self._must_meet(body):
                 self._meet(body)
                 raise NotYet
             case _ if isinstance(body, Operation):
@@ -550,6 +550,12 @@ class SimulatedRank(SimulatedWorker):
     def _leave(self) -> None:
         """Leave the groups of a generation that is over."""
         self._groups = {}
+
+    def _must_meet(self, request: RebuildGroup) -> bool:
+        """Whether a rank has to meet the others first. One that is in the generation does not form its groups again: a
+        rank that has missed them waits in vain."""
+        is_in = request.generation == self.adapter.generation
+        return request.sequence >= self.processor.sequence and not is_in and not self._has_met(request)
 
     def _has_met(self, request: RebuildGroup) -> bool:
         """Whether all groups of a generation are formed, so that the rank can take it over."""
