@@ -289,8 +289,6 @@ def _check_cut(run: _Candidate, field: str) -> None:
         raise run.error(field, "1, because a reference that moves is not cut")
     if run.config.cluster.share_device == "offload":
         raise run.error(field, "1, because `cluster.share_device=offload` moves whole states")
-    if run.config.cluster.on:
-        raise run.error(field, "1, because the hosts of `cluster.on` do not have the run folder")
     begins_as_actor = any(stage.has_critic and stage.critic.path is None for stage in run.stages)
     if layout.shards > 1 and begins_as_actor and actor.dtype != "float32":
         what = f"a critic that begins as the actor needs `actor.dtype=float32`, got {actor.dtype}"

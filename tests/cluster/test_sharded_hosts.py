@@ -1,0 +1,179 @@
+"""Models that are cut over ranks on several machines, of which only the launcher's has the run folder.
+
+Every rank brings its part of a checkpoint there and fetches it from there; the bits are those of one machine.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors.torch import load_file
+
+from kintsugi.checkpoint.store import latest, verify
+from kintsugi.journal.facts import CheckpointSaved, ProcessJoined, RolledBack, StepCommitted
+from kintsugi.journal.journal import read_facts
+from kintsugi.run_folder.layout import RunFolder
+from kintsugi.run_folder.reader import Launcher
+from tests.cluster import ssh_hosts
+from tests.cluster.hosts_runs import LONGEST_S, finish, pid_of, wait_for_step, weights_of, write_inputs
+from tests.cluster.ssh_hosts import SshHosts
+from tests.cluster.tiny_runs import until
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.hosts,
+    pytest.mark.skipif(
+        ssh_hosts.missing() is not None, reason=f"hosts with an sshd can not be had: {ssh_hosts.missing()}"
+    ),
+]
+
+SLICED = "actor.logical_slices=2"
+"""Slices of the matrices, which the bits depend on."""
+LAST_STEP = 7
+FOUR_SHARDS = ("actor.workers=4", "actor.layout.shards=4")
+REDUNDANT = ("actor.workers=4", "actor.layout.shards=2")
+"""Two holders of each of two parts, on different hosts."""
+CUT_MODEL = ("actor.workers=4", "actor.layout.stages=2", "actor.layout.tensors=2", SLICED)
+EVERY_STEP = "checkpoint.every=1"
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    made = SshHosts(tmp_path_factory.mktemp("ssh"), count=2)
+    write_inputs(made.runs, pauses_s={"rewards": 0.1, "slow_rewards": 1.0})
+    yield made
+    made.close()
+
+
+def run_alone(machines: SshHosts, name: str, *overrides: str) -> str:
+    run_dir = machines.runs / name
+    code, output = machines.ask("train", "recipe.yaml", f"run_dir={run_dir}", *overrides, timeout_s=LONGEST_S)
+    assert code == 0, output
+    return weights_of(run_dir)
+
+
+@pytest.fixture(scope="module")
+def weights_of_one_rank(machines: SshHosts) -> str:
+    return run_alone(machines, "alone", "actor.workers=1")
+
+
+def start(machines: SshHosts, name: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
+    run_dir = machines.runs / name
+    command = machines.start(
+        *("train", "recipe.yaml", f"run_dir={run_dir}", "--on", str(machines.hosts_file()), *overrides)
+    )
+    return command, run_dir
+
+
+def saved_files(run_dir: Path) -> set[str]:
+    """Files of the state in the last checkpoint, which is verified."""
+    checkpoint = latest(RunFolder(run_dir).checkpoints_folder)
+    assert checkpoint is not None and checkpoint.step == LAST_STEP
+    verify(checkpoint.path)
+    return {path.name for path in checkpoint.path.glob("trainer*.safetensors")}
+
+
+def boxes(number: int) -> set[str]:
+    return {f"trainer-{box + 1:05d}-of-{number:05d}.safetensors" for box in range(number)}
+
+
+@pytest.mark.parametrize(("layout", "number"), [(FOUR_SHARDS, 4), (REDUNDANT, 2)])
+def test_parts_on_two_hosts_end_in_the_bits_of_one_rank_and_make_one_checkpoint(
+    machines: SshHosts, weights_of_one_rank: str, layout: tuple[str, ...], number: int
+) -> None:
+    command, run_dir = start(machines, f"cut-{number}", *layout)
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_rank
+    assert saved_files(run_dir) == boxes(number)
+    ours = load_file(RunFolder(run_dir).checkpoints_folder / f"step-{LAST_STEP:06d}" / "model.safetensors")
+    alone = RunFolder(machines.runs / "alone").checkpoints_folder / f"step-{LAST_STEP:06d}"
+    theirs = load_file(alone / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
+    machines.assert_nothing_left()
+
+
+def test_stages_of_tensor_ranks_on_two_hosts_end_in_the_bits_of_one_rank(machines: SshHosts) -> None:
+    alone = run_alone(machines, "sliced", "actor.workers=1", SLICED)
+    command, run_dir = start(machines, "cut-model", *CUT_MODEL)
+    finish(command)
+    assert weights_of(run_dir) == alone
+    assert saved_files(run_dir) == boxes(4)
+    machines.assert_nothing_left()
+
+
+def test_a_rank_beside_the_run_folder_saves_the_parts_of_other_hosts(
+    machines: SshHosts, weights_of_one_rank: str
+) -> None:
+    hosts_file = machines.hosts_file(name="mixed.txt")
+    here = f"head {machines.head.address} python={machines.python}\n"
+    hosts_file.write_text(here + hosts_file.read_text())
+    run_dir = machines.runs / "mixed"
+    command = machines.start(
+        *("train", "recipe.yaml", f"run_dir={run_dir}", "--on", str(hosts_file)),
+        *("actor.workers=3", "actor.layout.shards=3"),
+    )
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_rank
+    assert saved_files(run_dir) == boxes(3)
+    machines.assert_nothing_left()
+
+
+def test_a_killed_rank_on_another_host_changes_no_bit_and_no_other_rank(
+    machines: SshHosts, weights_of_one_rank: str
+) -> None:
+    command, run_dir = start(machines, "killed", *FOUR_SHARDS)
+    wait_for_step(run_dir, 3, command)
+    os.kill(pid_of(machines, "kintsugi.training.worker model-3 "), signal.SIGKILL)
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_rank
+    assert saved_files(run_dir) == boxes(4)
+    joined = [fact.process for fact in facts_of(run_dir) if isinstance(fact, ProcessJoined)]
+    assert [joined.count(f"model-{rank}") for rank in range(4)] == [1, 1, 1, 2]
+    machines.assert_nothing_left()
+
+
+def test_a_host_that_is_lost_takes_no_step_with_it_where_every_part_is_on_another_one(
+    machines: SshHosts, weights_of_one_rank: str
+) -> None:
+    command, run_dir = start(machines, "lost", *REDUNDANT)
+    wait_for_step(run_dir, 3, command)
+    machines.power_off("host-3")
+    machines.power_on("host-3")
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_rank
+    assert saved_files(run_dir) == boxes(2)
+    assert_no_step_lost(run_dir)
+    machines.assert_nothing_left()
+
+
+def test_a_host_that_is_lost_with_the_only_parts_is_made_again_from_the_copies_of_another(
+    machines: SshHosts, weights_of_one_rank: str
+) -> None:
+    command, run_dir = start(machines, "lost-parts", *FOUR_SHARDS)
+    wait_for_step(run_dir, 3, command)
+    machines.power_off("host-3")
+    machines.power_on("host-3")
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_rank
+    assert saved_files(run_dir) == boxes(4)
+    machines.assert_nothing_left()
+
+
+def facts_of(run_dir: Path) -> list[Fact]:
+    return [record.fact for record in read_facts(RunFolder(run_dir).journal_file)]
+
+
+def assert_no_step_lost(run_dir: Path) -> None:
+    facts = facts_of(run_dir)
+    committed = [fact.step for fact in facts if isinstance(fact, StepCommitted)]
+    assert committed == list(range(1, LAST_STEP + 1))
+    assert not [fact for fact in facts if isinstance(fact, RolledBack)]
