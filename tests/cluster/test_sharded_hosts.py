@@ -17,12 +17,12 @@ import pytest
 from safetensors.torch import load_file
 
 from kintsugi.checkpoint.store import latest, verify
-from kintsugi.journal.facts import CheckpointSaved, ProcessJoined, RolledBack, StepCommitted
+from kintsugi.journal.facts import CheckpointSaved, Fact, ProcessJoined, RolledBack, StepCommitted
 from kintsugi.journal.journal import read_facts
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import Launcher
 from tests.cluster import ssh_hosts
-from tests.cluster.hosts_runs import LONGEST_S, finish, pid_of, wait_for_step, weights_of, write_inputs
+from tests.cluster.hosts_runs import LONGEST_S, finish, wait_for_step, weights_of, write_inputs
 from tests.cluster.ssh_hosts import SshHosts
 from tests.cluster.tiny_runs import until
 
@@ -114,16 +114,16 @@ def test_a_rank_beside_the_run_folder_saves_the_parts_of_other_hosts(
     machines: SshHosts, weights_of_one_rank: str
 ) -> None:
     hosts_file = machines.hosts_file(name="mixed.txt")
-    here = f"head {machines.head.address} python={machines.python}\n"
+    here = f"head {machines.head.address} slots=2 python={machines.python}\n"
     hosts_file.write_text(here + hosts_file.read_text())
     run_dir = machines.runs / "mixed"
     command = machines.start(
         *("train", "recipe.yaml", f"run_dir={run_dir}", "--on", str(hosts_file)),
-        *("actor.workers=3", "actor.layout.shards=3"),
+        *FOUR_SHARDS,
     )
     finish(command)
     assert weights_of(run_dir) == weights_of_one_rank
-    assert saved_files(run_dir) == boxes(3)
+    assert saved_files(run_dir) == boxes(4)
     machines.assert_nothing_left()
 
 
@@ -132,11 +132,11 @@ def test_a_killed_rank_on_another_host_changes_no_bit_and_no_other_rank(
 ) -> None:
     command, run_dir = start(machines, "killed", *FOUR_SHARDS)
     wait_for_step(run_dir, 3, command)
-    os.kill(pid_of(machines, "kintsugi.training.worker model-3 "), signal.SIGKILL)
+    kill_rank(machines, run_dir, "model-3")
     finish(command)
     assert weights_of(run_dir) == weights_of_one_rank
     assert saved_files(run_dir) == boxes(4)
-    joined = [fact.process for fact in facts_of(run_dir) if isinstance(fact, ProcessJoined)]
+    joined = [fact.peer.process for fact in facts_of(run_dir) if isinstance(fact, ProcessJoined)]
     assert [joined.count(f"model-{rank}") for rank in range(4)] == [1, 1, 1, 2]
     machines.assert_nothing_left()
 
@@ -146,9 +146,11 @@ def test_a_host_that_is_lost_takes_no_step_with_it_where_every_part_is_on_anothe
 ) -> None:
     command, run_dir = start(machines, "lost", *REDUNDANT)
     wait_for_step(run_dir, 3, command)
-    machines.power_off("host-3")
-    machines.power_on("host-3")
-    finish(command)
+    machines.power_off("host-2")
+    try:
+        finish(command)
+    finally:
+        machines.power_on("host-2")
     assert weights_of(run_dir) == weights_of_one_rank
     assert saved_files(run_dir) == boxes(2)
     assert_no_step_lost(run_dir)
@@ -160,20 +162,145 @@ def test_a_host_that_is_lost_with_the_only_parts_is_made_again_from_the_copies_o
 ) -> None:
     command, run_dir = start(machines, "lost-parts", *FOUR_SHARDS)
     wait_for_step(run_dir, 3, command)
-    machines.power_off("host-3")
-    machines.power_on("host-3")
-    finish(command)
+    machines.power_off("host-2")
+    try:
+        finish(command)
+    finally:
+        machines.power_on("host-2")
     assert weights_of(run_dir) == weights_of_one_rank
     assert saved_files(run_dir) == boxes(4)
     machines.assert_nothing_left()
 
 
 def facts_of(run_dir: Path) -> list[Fact]:
-    return [record.fact for record in read_facts(RunFolder(run_dir).journal_file)]
+    return list(read_facts(RunFolder(run_dir).journal_file))
 
 
 def assert_no_step_lost(run_dir: Path) -> None:
-    facts = facts_of(run_dir)
-    committed = [fact.step for fact in facts if isinstance(fact, StepCommitted)]
-    assert committed == list(range(1, LAST_STEP + 1))
-    assert not [fact for fact in facts if isinstance(fact, RolledBack)]
+    assert committed(run_dir) == list(range(1, LAST_STEP + 1))
+    assert not [fact for fact in facts_of(run_dir) if isinstance(fact, RolledBack)]
+
+
+def committed(run_dir: Path) -> list[int]:
+    return [fact.step for fact in facts_of(run_dir) if isinstance(fact, StepCommitted)]
+
+
+def kill_rank(machines: SshHosts, run_dir: Path, rank: str) -> None:
+    """Kill a process by the pid that it has on its host."""
+    joined = [fact for fact in facts_of(run_dir) if isinstance(fact, ProcessJoined)]
+    inner, host = next((fact.pid, fact.peer.host) for fact in reversed(joined) if fact.peer.process == rank)
+    (supervisor,) = machines.supervisors_of(host)
+    namespace = os.readlink(f"/proc/{supervisor}/ns/pid")
+    for pid in machines.pids():
+        status = Path(f"/proc/{pid}/status").read_text()
+        own = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1]
+        if int(own) == inner and os.readlink(f"/proc/{pid}/ns/pid") == namespace:
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError(f"{rank} of {host} has no process")
+
+
+def stop_both_launchers(machines: SshHosts, run_dir: Path, command: subprocess.Popen[str]) -> None:
+    record = msgspec.json.decode((run_dir / "launcher.json").read_bytes(), type=Launcher)
+    for pid in (record.pid, record.standby_pid):
+        os.kill(pid, signal.SIGKILL)
+    command.communicate(timeout=LONGEST_S)
+    machines.assert_nothing_left(timeout_s=30.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("actor.layout.shards=1",),
+        ("actor.layout.shards=2",),
+        ("actor.layout.shards=1", "actor.layout.stages=2"),
+    ],
+    ids=lambda changes: ",".join(changes) or "same",
+)
+def test_a_run_goes_on_from_the_parts_of_its_hosts_with_any_layout(
+    machines: SshHosts, weights_of_one_rank: str, changes: tuple[str, ...]
+) -> None:
+    command, run_dir = start(machines, f"resumed-{len(changes)}-{'2' in ''.join(changes)}", *FOUR_SHARDS)
+    wait_for_step(run_dir, 5, command)
+    stop_both_launchers(machines, run_dir, command)
+    saved = latest(RunFolder(run_dir).checkpoints_folder)
+    assert saved is not None and {path.name for path in saved.path.glob("trainer-*")} == boxes(4)
+    code, output = machines.ask("resume", str(run_dir), *changes, timeout_s=LONGEST_S)
+    assert code == 0, output
+    assert weights_of(run_dir) == weights_of_one_rank
+    assert any(isinstance(fact, RolledBack) for fact in facts_of(run_dir))
+    machines.assert_nothing_left()
+
+
+def test_ranks_of_two_hosts_that_are_lost_together_return_to_the_checkpoint_of_their_parts(
+    machines: SshHosts, weights_of_one_rank: str
+) -> None:
+    command, run_dir = start(machines, "all-lost", *FOUR_SHARDS)
+    wait_for_step(run_dir, 3, command)
+    for host in ("host-1", "host-2"):
+        machines.power_off(host)
+    for host in ("host-1", "host-2"):
+        machines.power_on(host)
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_rank
+    assert any(isinstance(fact, RolledBack) for fact in facts_of(run_dir))
+    assert saved_files(run_dir) == boxes(4)
+    machines.assert_nothing_left()
+
+
+def test_a_run_on_hosts_begins_with_the_parts_of_a_model_folder(
+    machines: SshHosts, weights_of_one_rank: str
+) -> None:
+    folder = machines.runs / "model"
+    shutil.copytree(RunFolder(machines.runs / "alone").checkpoints_folder / f"step-{LAST_STEP:06d}", folder)
+    given = ("model.new=null", f"model.path={folder}")
+    alone = run_alone(machines, "alone-from-folder", "actor.workers=1", *given)
+    assert alone != weights_of_one_rank
+    command, run_dir = start(machines, "from-folder", *FOUR_SHARDS, *given)
+    finish(command)
+    assert weights_of(run_dir) == alone
+    machines.assert_nothing_left()
+
+
+DIES_AS_IT_BRINGS = """
+import os, pathlib, signal
+from kintsugi.training import checkpoint_delivery
+
+real = checkpoint_delivery.CheckpointDelivery._send_files
+
+def dying(self, paths, *, step, check):
+    died = pathlib.Path("DIED")
+    if (step, self._process) == (STEP, "RANK") and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(self, paths, step=step, check=check)
+
+checkpoint_delivery.CheckpointDelivery._send_files = dying
+"""
+
+
+@pytest.mark.parametrize(("rank", "host"), [("model-0", "host-1"), ("model-3", "host-2")])
+def test_a_rank_that_is_killed_while_it_brings_its_part_leaves_the_checkpoint_before_as_it_was(
+    machines: SshHosts, weights_of_one_rank: str, rank: str, host: str
+) -> None:
+    """The rank that saves, and one of those that it has asked."""
+    died = machines.runs / "scratch" / f"died-{rank}"
+    code = DIES_AS_IT_BRINGS.replace("DIED", str(died)).replace("STEP", "4").replace("RANK", rank)
+    python = machines.interpreter_with(code, name=f"dies-{rank}")
+    run_dir = machines.runs / f"killed-{rank}"
+    hosts_file = machines.hosts_file(name=f"dies-{rank}.txt", python=python)
+    slowly = "algorithm.reward=[slow_rewards.py:odd_digits]"
+    command = machines.start(
+        *("train", "recipe.yaml", f"run_dir={run_dir}", "--on", str(hosts_file), *FOUR_SHARDS, slowly)
+    )
+    until(lambda: 5 in committed(run_dir), "the step after the fault", timeout_s=LONGEST_S)
+    assert os.path.lexists(machines.scratch_folder(host) / died.name), "the fault has happened"
+    os.unlink(machines.scratch_folder(host) / died.name)
+    saved = latest(RunFolder(run_dir).checkpoints_folder)
+    assert saved is not None and saved.step == 2
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_rank
+    assert saved_files(run_dir) == boxes(4)
+    assert [fact.step for fact in facts_of(run_dir) if isinstance(fact, CheckpointSaved)] == [2, 6, 7]
+    machines.assert_nothing_left()
