@@ -17,7 +17,14 @@ import pytest
 from safetensors.torch import load_file
 
 from kintsugi.checkpoint.store import latest, verify
-from kintsugi.journal.facts import CheckpointSaved, Fact, ProcessJoined, RolledBack, StepCommitted
+from kintsugi.journal.facts import (
+    CheckpointSaved,
+    Fact,
+    ProcessJoined,
+    ProcessLost,
+    RolledBack,
+    StepCommitted,
+)
 from kintsugi.journal.journal import read_facts
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import Launcher
@@ -176,6 +183,10 @@ def facts_of(run_dir: Path) -> list[Fact]:
     return list(read_facts(RunFolder(run_dir).journal_file))
 
 
+def is_damaged(path: Path, reason: str) -> None:
+    raise AssertionError(f"{path}: {reason}")
+
+
 def assert_no_step_lost(run_dir: Path) -> None:
     assert committed(run_dir) == list(range(1, LAST_STEP + 1))
     assert not [fact for fact in facts_of(run_dir) if isinstance(fact, RolledBack)]
@@ -233,6 +244,21 @@ def test_a_run_goes_on_from_the_parts_of_its_hosts_with_any_layout(
     machines.assert_nothing_left()
 
 
+def test_one_rank_on_the_machine_of_the_launcher_goes_on_from_the_parts_of_hosts_that_are_gone(
+    machines: SshHosts, weights_of_one_rank: str
+) -> None:
+    command, run_dir = start(machines, "goes-on-here", *FOUR_SHARDS)
+    wait_for_step(run_dir, 5, command)
+    stop_both_launchers(machines, run_dir, command)
+    alone = ("cluster.on=''", "actor.workers=1", "actor.layout.shards=1")
+    code, output = machines.ask("resume", str(run_dir), *alone, timeout_s=LONGEST_S)
+    assert code == 0, output
+    assert weights_of(run_dir) == weights_of_one_rank
+    assert saved_files(run_dir) == {"trainer.safetensors"}
+    assert not (run_dir / "joined_hosts.json").exists()
+    machines.assert_nothing_left()
+
+
 def test_ranks_of_two_hosts_that_are_lost_together_return_to_the_checkpoint_of_their_parts(
     machines: SshHosts, weights_of_one_rank: str
 ) -> None:
@@ -281,7 +307,7 @@ checkpoint_delivery.CheckpointDelivery._send_files = dying
 
 
 @pytest.mark.parametrize(("rank", "host"), [("model-0", "host-1"), ("model-3", "host-2")])
-def test_a_rank_that_is_killed_while_it_brings_its_part_leaves_the_checkpoint_before_as_it_was(
+def test_a_rank_that_is_killed_while_it_brings_its_part_leaves_whole_checkpoints_only(
     machines: SshHosts, weights_of_one_rank: str, rank: str, host: str
 ) -> None:
     """The rank that saves, and one of those that it has asked."""
@@ -294,13 +320,22 @@ def test_a_rank_that_is_killed_while_it_brings_its_part_leaves_the_checkpoint_be
     command = machines.start(
         *("train", "recipe.yaml", f"run_dir={run_dir}", "--on", str(hosts_file), *FOUR_SHARDS, slowly)
     )
-    until(lambda: 5 in committed(run_dir), "the step after the fault", timeout_s=LONGEST_S)
-    assert os.path.lexists(machines.scratch_folder(host) / died.name), "the fault has happened"
-    os.unlink(machines.scratch_folder(host) / died.name)
-    saved = latest(RunFolder(run_dir).checkpoints_folder)
-    assert saved is not None and saved.step == 2
+    wait_for_step(run_dir, 3, command)
+
+    def is_past() -> bool:
+        assert command.poll() is None, command.communicate()
+        latest(RunFolder(run_dir).checkpoints_folder, report=is_damaged)
+        return 5 in committed(run_dir)
+
+    until(is_past, "the step after the fault", timeout_s=LONGEST_S)
+    os.unlink(machines.scratch_folder(host) / died.name)  # Raises if the fault has not happened.
     finish(command)
     assert weights_of(run_dir) == weights_of_one_rank
     assert saved_files(run_dir) == boxes(4)
-    assert [fact.step for fact in facts_of(run_dir) if isinstance(fact, CheckpointSaved)] == [2, 6, 7]
+    facts = facts_of(run_dir)
+    saved = [fact for fact in facts if isinstance(fact, CheckpointSaved)]
+    assert [fact.step for fact in saved] == [2, 4, 6, 7]
+    lost = [fact for fact in facts if isinstance(fact, ProcessLost)]
+    assert [fact.process for fact in lost] == [rank]
+    assert facts.index(lost[0]) < facts.index(saved[1]), "step 4 was saved by another attempt"
     machines.assert_nothing_left()
