@@ -31,7 +31,7 @@ class HostFacts(msgspec.Struct, frozen=True):
     versions: HostVersions
     cores: int
     memory_bytes: int
-    """What its processes may use: of the machine, or of the control group in which they are started."""
+    """Memory that its processes may use: that of the machine, or of the control group in which they are started."""
     gpus: tuple[str, ...] = ()
     """Names of the accelerators."""
     wall: float = 0.0

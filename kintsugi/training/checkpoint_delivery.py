@@ -89,7 +89,7 @@ class CheckpointDelivery:
         self._prefix = f"{FETCHED}{process}-"
         self.folder = folder
         self._numbers = count()
-        """Of what is brought: a rank may still bring a box when it is asked for another one."""
+        """Numbers of transfers: a rank may still bring a box when it is asked for another one."""
         self._fetching: tuple[Path, dict[str, int]] = Path(), {}
         self._arrived: set[tuple[int, int]] = set()
         """File and offset of the pieces that a fetch which was interrupted has written."""
