@@ -22,7 +22,7 @@ from pathlib import Path
 
 from kintsugi.checkpoint.manifest import StoredFile
 from kintsugi.checkpoint.store import state_file, tensor_of, write_box
-from kintsugi.errors import RefusedError, WorldError
+from kintsugi.errors import RefusedError, StorageError, StorageFull, WorldError
 from kintsugi.model.device_errors import as_world_error
 from kintsugi.model.seats import Seat, replica_of, seat_of
 from kintsugi.model.tensor_slices import SliceName
@@ -94,8 +94,10 @@ class BoxWriters:
         return found
 
     def _saved(self, box: int) -> PieceSaved:
-        """The file of one box, from the first rank that can write it."""
+        """The file of one box, from the first rank that can write it. A disk without room, or one that fails, is told
+        as such: the last save of a run waits for it."""
         failures: list[str] = []
+        kinds: set[str] = set()
         for number, name in enumerate(self._candidates[box]):
             try:
                 asked = self._asked[box] if number == 0 else self._request(box, name)
@@ -104,10 +106,12 @@ class BoxWriters:
             except WorldError as error:
                 self._check()
                 failures.append(f"{name}: {error}")
+                kinds.add(type(error).__name__ if error.cause is None else error.cause.kind)
         which = self._seat.mesh.seat(box).box
-        raise RefusedError(
-            f"no rank has written box {which} of step {self._counters.step}: {'; '.join(failures)}"
-        )
+        what = f"no rank has written box {which} of step {self._counters.step}: {'; '.join(failures)}"
+        if StorageFull.__name__ in kinds:
+            raise StorageFull(what)
+        raise (StorageError if StorageError.__name__ in kinds else RefusedError)(what)
 
     def _request(self, box: int, name: str) -> ReplyHandle:
         nothing = WeightManifest(self._counters.step, self._counters.step, (), 0, "")

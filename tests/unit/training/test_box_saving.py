@@ -12,7 +12,7 @@ import torch
 
 from kintsugi.checkpoint.store import latest, load_checkpoint
 from kintsugi.config.schema import ActorSection, Config, LayoutSection
-from kintsugi.errors import ProcessDied, RefusedError
+from kintsugi.errors import Fault, ProcessDied, RefusedError, RemoteError
 from kintsugi.model import huggingface
 from kintsugi.protocol.membership import Failed
 from kintsugi.protocol.messages import Body
@@ -100,6 +100,20 @@ def test_a_save_without_a_writer_for_a_box_is_refused_and_leaves_nothing(tmp_pat
     assert "no snapshot of step 0" in refusal
     assert latest(tmp_path) is None
     assert not list(tmp_path.glob(".saving-*"))
+
+
+@pytest.mark.parametrize("kind", ["StorageFull", "StorageError"])
+def test_a_disk_that_does_not_take_a_box_is_told_as_such(tmp_path: Path, kind: str) -> None:
+    """The last save of a run waits for space."""
+    first, _ = ranks_of(2, 2)
+
+    def full(body: Body) -> Reply:
+        fault = Fault("id", kind, "model-1", "no space left on disk", 0.0)
+        raise RemoteError(fault)
+
+    first.shell.peers["model-1"] = full
+    refusal = first.refusal(Save(0, "warmup", str(tmp_path)))
+    assert refusal.startswith(f"{kind}: no rank has written box 1/2 of step 0: model-1: ")
 
 
 def test_a_rank_that_has_gone_on_still_writes_the_step_before_the_last(tmp_path: Path) -> None:
