@@ -105,14 +105,16 @@ class CheckpointDelivery:
         keep: int,
         best_steps: tuple[int, ...],
         check: Check = _go_on,
+        on_sent: Callable[[int], object] = lambda size: None,
     ) -> Checkpoint:
         """Bring files of a checkpoint, the manifest among them, to the run folder, and have it verified and kept there
         together with the boxes that other ranks have brought; return it as it is there. `check` raises if the
-        checkpoint was given up: its step may have been undone meanwhile.
+        checkpoint was given up: its step may have been undone meanwhile. `on_sent` is called, by any thread, with
+        the size of every part.
 
         A failure of the agent beside the master, such as a full disk, is one of storage.
         """
-        self._send_files([folder / name for name in names], step=step, check=check)
+        self._send_files([folder / name for name in names], step=step, check=check, on_sent=on_sent)
         request = KeepCheckpoint(step, keep, best_steps)
         check()
         kept = self._send(request, deadline_s=KEEP_S).expect(CheckpointKept)
@@ -140,8 +142,19 @@ class CheckpointDelivery:
             shutil.rmtree(folder, ignore_errors=True)
         return name, stored
 
-    def _send_files(self, paths: Sequence[Path], *, step: int, check: Check) -> None:
-        export = DiskExport(sorted(paths), on_bytes=lambda size: COUNTERS.add("bytes_saved", size))
+    def _send_files(
+        self,
+        paths: Sequence[Path],
+        *,
+        step: int,
+        check: Check,
+        on_sent: Callable[[int], object] = lambda size: None,
+    ) -> None:
+        def on_bytes(size: int) -> None:
+            COUNTERS.add("bytes_saved", size)
+            on_sent(size)
+
+        export = DiskExport(sorted(paths), on_bytes=on_bytes)
         name = f"checkpoint-{next(self._numbers)}"
         server = self._bulk.server
         offer = server.offer(name, export)

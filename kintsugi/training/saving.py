@@ -152,7 +152,7 @@ class CheckpointSaver:
             nonlocal num_bytes
             num_bytes += size
             COUNTERS.add("bytes_saved", size)
-            SAVE_PROGRESS.add(size / 2)  # Every byte is written, then read back.
+            SAVE_PROGRESS.add(size / 2)  # Every byte is written, then read back or brought to another host.
             held.hold.check()
 
         def on_read() -> None:
@@ -182,7 +182,7 @@ class CheckpointSaver:
             "write": read_at - since,
             "verify": ended - read_at,
             "stall": held.hold.stalled_s,
-            "bytes": float(num_bytes // 2),
+            "bytes": float(num_bytes // 2 if self._delivery is None else num_bytes),
         }
         return Saved(checkpoint.step, str(checkpoint.path), checkpoint.digest, timing)
 
@@ -201,6 +201,7 @@ class CheckpointSaver:
             keep=self._keep,
             best_steps=request.best_steps,
             check=held.hold.check,
+            on_sent=lambda size: SAVE_PROGRESS.add(size / 2),
         )
 
     def _report_stall(self, held: HeldState) -> None:

@@ -295,12 +295,12 @@ from kintsugi.training import checkpoint_delivery
 
 real = checkpoint_delivery.CheckpointDelivery._send_files
 
-def dying(self, paths, *, step, check):
+def dying(self, paths, *, step, **more):
     died = pathlib.Path("DIED")
     if (step, self._process) == (STEP, "RANK") and not died.exists():
         died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    real(self, paths, step=step, check=check)
+    real(self, paths, step=step, **more)
 
 checkpoint_delivery.CheckpointDelivery._send_files = dying
 """
