@@ -119,7 +119,7 @@ class IncidentLog:
         living: tuple[str, ...],
         replacements_fail: bool,
         step_s: float,
-        uncovered: tuple[str, ...] = (),
+        cut_over: tuple[str, ...] = (),
     ) -> FaultSituation:
         """Return the situation from which a strategy is chosen."""
         current = self.current
@@ -135,7 +135,7 @@ class IncidentLog:
             replacements_fail=replacements_fail,
             start_s=self.start_s,
             step_s=step_s,
-            uncovered=uncovered,
+            cut_over=cut_over,
         )
 
     def close(self) -> None:

@@ -17,19 +17,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from kintsugi.checkpoint.manifest import StoredFile
-from kintsugi.checkpoint.store import state_file, tensor_of, write_box
+from kintsugi.checkpoint.store import state_file, write_box
 from kintsugi.errors import RefusedError, WorldError
 from kintsugi.model.device_errors import as_world_error
-from kintsugi.model.seats import Seat, replica_of, seat_of
-from kintsugi.model.tensor_slices import SliceName
+from kintsugi.model.seats import Mesh, Seat, replica_of, seat_of
 from kintsugi.process.shell import ReplyHandle
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.training import PieceSaved, SavePiece
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.waits import wait
+from kintsugi.training.held_boxes import is_counted
 from kintsugi.training.snapshots import CopyCounters, HeldState, state_fetched
 from kintsugi.transport import Delivery
-from kintsugi.types import Role, WeightManifest, process_id
+from kintsugi.types import WeightManifest
 
 PIECE_TIMEOUT_S = 1800.0
 """Limit for a rank to write its box."""
@@ -48,18 +48,19 @@ class BoxWriters:
         *,
         process: str,
         seat: Seat,
-        num_ranks: int,
+        mesh: Mesh,
+        ranks: Sequence[str],
         counters: CopyCounters,
         check: Callable[[], object],
     ) -> None:
-        """`counters` are those of the state that is saved; `check` raises if the save was given up."""
+        """`ranks` are those that hold the boxes of `mesh` now. `counters` are those of the state that is saved; `check`
+        raises if the save was given up."""
         self._ask, self._check = ask, check
         self._seat, self._counters = seat, counters
-        mine = replica_of(process, seat.mesh)
-        ranks = [process_id(Role.MODEL, index) for index in range(num_ranks)]
-        ranks.sort(key=lambda name: replica_of(name, seat.mesh) != mine)
+        mine = replica_of(process, mesh)
+        near_first = sorted(ranks, key=lambda name: replica_of(name, mesh) != mine)
         self._candidates: Mapping[int, list[str]] = {
-            box: [name for name in ranks if seat_of(name, seat.mesh).number == box]
+            box: [name for name in near_first if seat_of(name, mesh).number == box]
             for box in range(seat.boxes)
             if box != seat.number
         }
@@ -169,15 +170,6 @@ class BoxSaver:
 
 
 def own_tensors(held: HeldState) -> HeldState:
-    """The state as it is written for its box: a frozen reference, which all shards have, is in the boxes of the first
-    one, and what is whole in each tensor slice in those of the first slice."""
-    seat = held.seat
-    if seat.shard == 0 and seat.tensor == 0:
-        return held
-    tensors = {
-        name: tensor
-        for name, tensor in held.tensors.items()
-        if (seat.shard == 0 or not name.startswith("reference/"))
-        and (seat.tensor == 0 or SliceName.parse(tensor_of(name)).count > 1)
-    }
+    """The state as it is written for its box."""
+    tensors = {name: each for name, each in held.tensors.items() if is_counted(name, held.seat)}
     return replace(held, tensors=tensors)

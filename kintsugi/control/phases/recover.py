@@ -18,6 +18,14 @@ from kintsugi.config.stages import next_stage
 from kintsugi.control.decision import DecisionBuilder
 from kintsugi.control.dispatch import EpisodeDispatch
 from kintsugi.control.due import carried_stage
+from kintsugi.control.mesh_choice import (
+    box_copies,
+    can_grow,
+    change_to,
+    mesh_in_force,
+    mesh_of_step,
+    wanted_mesh,
+)
 from kintsugi.control.pending import PendingRequests, Purpose
 from kintsugi.control.phases.table import RUNNING, Phase, PhaseReport, PhaseResult
 from kintsugi.control.processes import ProcessManager
@@ -32,7 +40,7 @@ from kintsugi.errors import (
     root_first,
 )
 from kintsugi.journal.facts import FaultNoted, IncidentClosed, IncidentOpened, RolledBack, StrategyChosen
-from kintsugi.model.seats import mesh_of, seat_of, without_holder
+from kintsugi.model.seats import Mesh, mesh_of, seat_of, snapshots_of, without_holder
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import RebuildGroup
 from kintsugi.protocol.training import Save
@@ -67,6 +75,8 @@ FIRST_PAUSE_S = 0.2
 """Pause before the third attempt; each further one is twice as long."""
 
 _S = RecoveryState
+FORMED = (_S.REBUILDING, _S.REPAIRING, _S.ROLLING_BACK, _S.STAGING, _S.NOTIFYING)
+"""States in which the ranks of the group, and their seats, are settled."""
 
 
 class RecoveryCoordinator:
@@ -109,8 +119,9 @@ class RecoveryCoordinator:
 
     @property
     def can_grow(self) -> bool:
-        """Whether the group continued smaller and could now be complete again."""
-        return set(self._decision.state.members.live(Role.MODEL)) > set(self.ranks)
+        """Whether the group continued smaller, and ranks that live now could have a seat."""
+        living, mesh = self._decision.state.members.live(Role.MODEL), self.protocol.mesh
+        return can_grow(self._config, living, ranks=self.ranks, mesh=mesh)
 
     # The incident log.
 
@@ -154,7 +165,8 @@ class RecoveryCoordinator:
         """Take the group of the last master over: no rank is interrupted."""
         incident = self._incidents.current
         assert incident is not None, "the loss of a master is an incident"
-        self.protocol.adopt(ranks, generation=generation)
+        mesh = mesh_in_force(self._config, self._decision.state)
+        self.protocol.adopt(ranks, generation=generation, mesh=mesh)
         incident.strategy = Strategy.CONTINUE
         reason = f"all {len(ranks)} ranks are in generation {generation} at the committed step: they go on"
         self._decision.add_fact(StrategyChosen(incident.number, Strategy.CONTINUE, reason, ()))
@@ -222,7 +234,10 @@ class RecoveryCoordinator:
             return RUNNING
         if self.unrecoverable():
             return self._choose(now, replacements_fail=False)
+        is_formed = bool(self.ranks)
         orders = self.protocol.begin(self._view(), now, term=self._decision.state.term)
+        # Without a fault a smaller group grows: it does not wait for the ranks that are still missing.
+        self.protocol.smaller = is_formed and self._incidents.current is None
         chosen = RUNNING
         if self.protocol.state is not _S.PRE_LOCKING:  # There is no live rank to lock.
             chosen = self._choose(now, replacements_fail=False)
@@ -253,18 +268,16 @@ class RecoveryCoordinator:
             return report
         waited_s = now - self.protocol.since[_S.WAITING]
         limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
-        uncovered = self._uncovered()
-        # No rank is left to continue without them, or none can.
-        if uncovered or not self._decision.state.members.live(Role.MODEL):
+        if not self._decision.state.members.live(Role.MODEL):  # No rank is left to continue without them.
             limit_s = max(limit_s, self._config.cluster.start_timeout_s)
-        if waited_s <= limit_s and (uncovered or not self._processes.cannot_start(Role.MODEL)):
+        if waited_s <= limit_s and not self._processes.cannot_start(Role.MODEL):
             return report
         chosen, incident = self._choose(now, replacements_fail=True), self._incidents.current
         if incident is None or incident.strategy is not Strategy.ELASTIC:
             return chosen
         self.protocol.smaller = True
         orders = self.protocol.check(self._view(), now)
-        assert orders is not None, "a rank is live, and none is missing"
+        assert orders is not None, "a rank is live, and none is waited for"
         return self._follow(orders, now)
 
     def failed(self, process: str, fault: Fault, now: float, *, phase: str) -> PhaseReport:
@@ -285,10 +298,11 @@ class RecoveryCoordinator:
             incident.repairs += 1
             self._decision.add_effect(ShareBook())  # The rank may not have the addresses of the others yet.
             step, living = self._decision.state.step, self._decision.state.members.live(Role.MODEL)
-            holders = [rank for rank in living if self.protocol.holds(rank, step)]
-            has_all = not without_holder(holders, mesh_of(self._config.actor.layout))
+            ranks = [rank for rank in living if rank in self.ranks]
+            holders = [rank for rank in ranks if self.protocol.holds(rank, step)]
+            has_all = not without_holder(holders, self.protocol.mesh)
             if incident.repairs >= REPAIR_ATTEMPTS and not has_all:
-                if not self._send_home([rank for rank in living if rank not in holders], fault, now):
+                if not self._send_home([rank for rank in ranks if rank not in holders], fault, now):
                     self._fall_back(fault, now)
             elif incident.repairs >= REPAIR_ATTEMPTS and process in living and process not in holders:
                 self._processes.terminate(process, fault, now)
@@ -316,6 +330,10 @@ class RecoveryCoordinator:
 
     def _follow(self, orders: RankOrders, now: float) -> PhaseReport:
         self._decision.explain(orders.reason)
+        mesh = self.protocol.mesh
+        if self.protocol.state in FORMED and mesh != mesh_in_force(self._config, self._decision.state):
+            self._decision.add_fact(change_to(mesh))
+            self._decision.explain(f"the state is cut over {', '.join(mesh.ranks) or 'all ranks'} as {mesh}")
         if orders.problem:
             fault = self._decision.new_fault("IntegrityError", orders.problem, detail=orders.divergence)
             for culprit in orders.culprits[: max(0, len(self.ranks) - 1)]:
@@ -380,7 +398,8 @@ class RecoveryCoordinator:
         incident: their agents were away when the ranks were placed. Return whether there are any."""
         incident, state = self._incidents.current, self._decision.state
         assert incident is not None
-        if self._config.actor.layout.boxes == 1:
+        mesh = self.protocol.mesh
+        if mesh.boxes == 1 or mesh != mesh_of_step(self._config, state, state.step):
             return False
         away = [
             rank
@@ -421,56 +440,76 @@ class RecoveryCoordinator:
             living=tuple(self._decision.state.members.live(Role.MODEL)),
             replacements_fail=replacements_fail,
             step_s=self.step_s,
-            uncovered=self._uncovered(),
+            cut_over=self._cut_over(),
         )
 
-    def _uncovered(self) -> tuple[str, ...]:
-        """Return the parts of a state that is cut which no live rank is there to hold. Of a model that is cut into
-        stages every rank has to be there: others would compute other samples."""
-        mesh = mesh_of(self._config.actor.layout)
-        if mesh.model_ranks > 1:
-            missing = self._processes.missing(Role.MODEL)
-            return tuple(dict.fromkeys(seat_of(name, mesh).box for name in missing))
+    def _cut_over(self) -> tuple[str, ...]:
+        """Return the live ranks over which the state is cut anew if no others come; empty if each of its parts has a
+        rank."""
         living = self._decision.state.members.live(Role.MODEL)
-        return without_holder(living, mesh) if mesh.boxes > 1 else ()
+        mesh = wanted_mesh(self._config, living) if living else Mesh()
+        return mesh.ranks if mesh != mesh_in_force(self._config, self._decision.state) else ()
+
+    def _mesh(self) -> Mesh:
+        """Return the mesh of the group that is formed, or is to be formed next."""
+        state = self._decision.state
+        if self.protocol.state in FORMED:
+            return self.protocol.mesh
+        living = state.members.live(Role.MODEL)
+        if not self._processes.missing(Role.MODEL):
+            return mesh_of(self._config.actor.layout)
+        if self.protocol.smaller and living:
+            return wanted_mesh(self._config, living)
+        return mesh_in_force(self._config, state)
 
     def _view(self) -> RankSet:
         state = self._decision.state
         members, step = state.members.members, state.step
         living = tuple(state.members.live(Role.MODEL))
         # Their number is ranks times processes, so they are computed only when needed.
-        may_repair = self.protocol.state in (_S.REBUILDING, _S.REPAIRING)
+        may_repair, mesh = self.protocol.state in (_S.REBUILDING, _S.REPAIRING), self._mesh()
+        is_recut = may_repair and mesh != mesh_of_step(self._config, state, step)
+        seated = mesh.seated(living) if may_repair else ()
         return RankSet(
             living=living,
             missing=tuple(self._processes.missing(Role.MODEL)),
             stores={name: members[name].capabilities.get("store", "") for name in living},
-            sources={name: self._sources(name) for name in living} if may_repair else {},
+            sources={name: self._sources(name, mesh, is_recut=is_recut) for name in seated},
             step=step,
             digest=state.digests.get(step, ""),
             stage=carried_stage(self._config, step=step).name,
             next_stage=next_stage(self._config, step=step).name,
             flow=next((members[n].capabilities.get("flow", Flow.ROLLBACK) for n in living), Flow.ROLLBACK),
-            mesh=mesh_of(self._config.actor.layout),
+            mesh=mesh,
+            boxes={
+                name: box_copies(self._config, state, rank=name, step=step)
+                for name in (seated if is_recut else ())
+            },
         )
 
-    def _sources(self, rank: str) -> tuple[str, ...]:
+    def _sources(self, rank: str, mesh: Mesh, *, is_recut: bool) -> tuple[str, ...]:
         """Return the places where a rank may find its state: snapshots of its host (its own first, then of ranks with
-        the same part of the state), agents of other hosts, the checkpoint."""
-        members, mesh = self._decision.state.members, mesh_of(self._config.actor.layout)
+        the same part of the state), agents of other hosts, the checkpoint. A state that was cut otherwise at this step
+        is in the checkpoint only: copies with the same part may be of steps that were undone."""
+        state, members = self._decision.state, self._decision.state.members
+        path = state.checkpoint_paths.get(state.step) or self.restore_paths.get(state.step)
+        saved = () if path is None else (path,)
+        if is_recut:
+            return saved
         host, seat = members.members[rank].host, seat_of(rank, mesh)
         here = [
             name
             for name, member in members.members.items()
             if member.role is Role.MODEL and member.host == host and name != rank
-            if seat_of(name, mesh) == seat
+            if name in mesh.seated([name]) and seat_of(name, mesh) == seat
         ]
-        snapshots = [f"snapshot:{name}" for name in (rank, *sorted(here))]
+        configured = mesh_of(self._config.actor.layout)
+        names = [snapshots_of(name, seat, configured) for name in (rank, *sorted(here))]
+        snapshots = [f"snapshot:{name}" for name in names]
         # Where a rank with this box ran on another host, the copy is with the agent of this one.
         is_cut = not seat.is_whole
         keepers = [n for n in members.live(Role.AGENT) if is_cut or members.members[n].host != host]
-        state = self._decision.state
-        path = state.checkpoint_paths.get(state.step) or self.restore_paths.get(state.step)
-        return (*snapshots, *keepers, *([path] if path is not None else []))
+        return (*snapshots, *keepers, *saved)
 
 
 def _first(*reports: PhaseReport) -> PhaseReport:

@@ -8,6 +8,7 @@ from kintsugi.config.schema import LEARN_PAIRS, Config
 from kintsugi.config.stages import Stage
 from kintsugi.control.decision import DecisionBuilder
 from kintsugi.control.dispatch import EpisodeDispatch
+from kintsugi.control.mesh_choice import mesh_in_force
 from kintsugi.control.pending import PendingRequests, Purpose, RequestId
 from kintsugi.control.phases.table import DONE, RUNNING, PhaseReport, PhaseResult
 from kintsugi.control.protocol import RecordStep
@@ -26,7 +27,6 @@ from kintsugi.graph.advantages import batch_totals, initial_values, master_call
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.executor import GraphExecution
 from kintsugi.journal.facts import BatchFormed, StepCommitted
-from kintsugi.model.seats import mesh_of
 from kintsugi.protocol.sample_transfer import Routes
 from kintsugi.protocol.training import CallDone, RunCall
 from kintsugi.types import LogicalShard, Role, SampleMeta, ShardItem
@@ -85,7 +85,7 @@ class TrainPhase:
             compute=lambda interface, items: master_call(stage, interface, items),
             keep_groups=stage.algorithm.name in LEARN_PAIRS,
             planner=self._plan,
-            mesh=mesh_of(self._config.actor.layout),
+            mesh=mesh_in_force(self._config, state),
         )
         self._decision.explain(f"{len(items)} samples of {len(tickets)} groups")
         self._send_calls(now)
