@@ -124,7 +124,7 @@ class Mesh(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> Mesh:
-        """The parts alone, whoever holds them."""
+        """The parts, without the ranks that hold them."""
         return Mesh(self.shards, self.stages, self.tensors)
 
     def number_of(self, process: str) -> int:

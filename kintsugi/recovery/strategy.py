@@ -6,7 +6,7 @@ Strategies in their order; each is tried when the one before cannot help:
     retry      no rank is lost: every rank returns to the agreed step and repeats it
     recover    lost ranks are replaced; their state comes from a snapshot or a replica
     elastic    no replacement starts: the live ranks continue, and the group grows back later; if a part of the state
-               has no rank left, it is cut anew over the live ones
+               has no rank left, it is cut again over the live ones
     dump       nothing helps: the last good state is written as a checkpoint
     exit       the run ends with the first fault as its cause
 
@@ -85,7 +85,7 @@ class FaultSituation(msgspec.Struct, frozen=True):
     step_s: float
     """Duration of a step."""
     cut_over: tuple[str, ...] = ()
-    """Ranks over which the state is cut anew if they continue alone, because a part of it has no rank left; the other
+    """Ranks over which the state is cut again if they continue alone, because a part of it has no rank left; the other
     live ones are idle then."""
 
 
@@ -177,7 +177,7 @@ def _why(situation: FaultSituation, chosen: RecoveryOption) -> str:
         case Strategy.ELASTIC:
             whole = len(situation.living) + len(situation.missing)
             used = len(situation.cut_over) or len(situation.living)
-            anew = ", over which the state is cut anew" if situation.cut_over else ""
-            return f"{used} of {whole} ranks continue without {', '.join(situation.missing)}{anew}"
+            again = ", over which the state is cut again" if situation.cut_over else ""
+            return f"{used} of {whole} ranks continue without {', '.join(situation.missing)}{again}"
         case _:
             return unrecoverable_reason(situation) or "no rank lives and no replacement comes"

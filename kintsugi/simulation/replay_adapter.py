@@ -89,9 +89,9 @@ class ReplayAdapter:
         self._generation = 0
         self._heard_generation = 0
         self._device_is_set = True
-        self._begin_anew()
+        self._become_fresh()
 
-    def _begin_anew(self) -> None:
+    def _become_fresh(self) -> None:
         """Be a fresh rank in the seat that the mesh gives it."""
         self._stage = ""
         self._vector: Vector = (0,) * (SHARED + len(grains_of(self.box)))
@@ -229,7 +229,7 @@ class ReplayAdapter:
             if self._prepared is not None and self._prepared.step == request.step:
                 self._keep(self._prepared)
             self.mesh = mesh
-            self._begin_anew()
+            self._become_fresh()
         self.mesh = mesh
 
     def assemble(self, step: int, *, boxes: Sequence[BoxCopies], digest: str, begun: str) -> None:
@@ -311,7 +311,7 @@ class ReplayAdapter:
             if snapshot.step == step and digest in ("", snapshot.digest):
                 return snapshot
         steps = ", ".join(str(snapshot.step) for snapshot in held) or "none"
-        raise RefusedError(f"{owner} has no snapshot of step {step}; there are: {steps}")
+        raise RefusedError(f"{SNAPSHOT_PREFIX}{owner} has no snapshot of step {step}; there are: {steps}")
 
     def _snapshot(self, step: int, stage: str, *, committed: bool) -> ReplaySnapshot:
         digest = digest_of(step, stage, self._vector, box=self.box)

@@ -29,7 +29,7 @@ from kintsugi.runtime.waits import wait
 from kintsugi.training.held_boxes import is_counted
 from kintsugi.training.snapshots import CopyCounters, HeldState, state_fetched
 from kintsugi.transport import Delivery
-from kintsugi.types import WeightManifest
+from kintsugi.types import Role, WeightManifest, process_id
 
 PIECE_TIMEOUT_S = 1800.0
 """Limit for a rank to write its box."""
@@ -49,15 +49,16 @@ class BoxWriters:
         process: str,
         seat: Seat,
         mesh: Mesh,
-        ranks: Sequence[str],
+        num_ranks: int,
         counters: CopyCounters,
         check: Callable[[], object],
     ) -> None:
-        """`ranks` are those that hold the boxes of `mesh` now. `counters` are those of the state that is saved; `check`
-        raises if the save was given up."""
+        """`num_ranks`: of the run, unless `mesh` names its ranks. `counters` are those of the state that is saved;
+        `check` raises if the save was given up."""
         self._ask, self._check = ask, check
         self._seat, self._counters = seat, counters
         mine = replica_of(process, mesh)
+        ranks = mesh.ranks or [process_id(Role.MODEL, index) for index in range(num_ranks)]
         near_first = sorted(ranks, key=lambda name: replica_of(name, mesh) != mine)
         self._candidates: Mapping[int, list[str]] = {
             box: [name for name in near_first if seat_of(name, mesh).number == box]

@@ -45,7 +45,7 @@ class BoxSnapshots(Protocol):
 
 @dataclass(frozen=True)
 class BoxForm:
-    """How a box lies in memory, whoever holds it."""
+    """Form of a box in memory."""
 
     box: Box
     reference: LayoutPart

@@ -29,7 +29,7 @@ LEAST_PROBE_S = 1.0
 
 
 class Seating(Protocol):
-    """What a process does to give its rank another box of the state."""
+    """Means of a process to give its rank another box of the state."""
 
     def take_seat(self, shape: MeshShape | None, ranks: tuple[str, ...], *, step: int) -> RankState:
         """Return the state of the rank for its seat among these ranks: the one that it has, or a fresh one. The

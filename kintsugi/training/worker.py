@@ -520,7 +520,7 @@ class ModelWorker:
                 process=self._shell.process,
                 seat=held.seat,
                 mesh=self._state.mesh,
-                ranks=self._adapter.ranks or [self._shell.process],
+                num_ranks=self._config.actor.workers,
                 counters=held.counters,
                 check=held.hold.check,
             )

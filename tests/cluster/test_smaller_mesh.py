@@ -1,4 +1,4 @@
-"""Ranks with parts of the state are lost, and none can be started in their place: the state is cut anew over those that
+"""Ranks with parts of the state are lost, and none can be started in their place: the state is cut again over those that
 live, and again when the others are back. No step is lost, and no bit changes."""
 
 from __future__ import annotations

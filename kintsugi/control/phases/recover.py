@@ -444,7 +444,7 @@ class RecoveryCoordinator:
         )
 
     def _cut_over(self) -> tuple[str, ...]:
-        """Return the live ranks over which the state is cut anew if no others come; empty if each of its parts has a
+        """Return the live ranks over which the state is cut again if no others come; empty if each of its parts has a
         rank."""
         living = self._decision.state.members.live(Role.MODEL)
         mesh = wanted_mesh(self._config, living) if living else Mesh()

@@ -165,7 +165,7 @@ def test_a_new_master_takes_over_ranks_whose_parts_make_up_the_committed_state()
     ("cut_over", "says"),
     [
         ((), "2 of 3 ranks continue without model-1"),
-        (("model-0",), "1 of 3 ranks continue without model-1, over which the state is cut anew"),
+        (("model-0",), "1 of 3 ranks continue without model-1, over which the state is cut again"),
     ],
 )
 def test_a_smaller_group_has_the_state_cut_anew_where_a_part_has_no_rank(
