@@ -48,9 +48,7 @@ class TrainPhase:
         self._stage: Stage | None = None
         self._generation = 0
         self._blocks: tuple[int, ...] | None = None
-        self._plane = TransferPlanner(
-            bytes_per_s=config.cluster.bandwidth.samples, model_ranks=config.actor.layout.model_ranks
-        )
+        self._plane = TransferPlanner(bytes_per_s=config.cluster.bandwidth.samples)
         self.batch: tuple[SampleMeta, ...] = ()
 
     def begin(
@@ -97,7 +95,8 @@ class TrainPhase:
         if self._blocks is not None:
             # Ranks that have begun know their routes; one that has not received the first call fetches directly.
             return TransferPlan("as begun", self._blocks, (Routes(),) * len(ranks), hosts)
-        plan, changed = self._plane.plan(shards, ranks=ranks, hosts=hosts)
+        model_ranks = mesh_in_force(self._config, self._decision.state).model_ranks
+        plan, changed = self._plane.plan(shards, ranks=ranks, hosts=hosts, model_ranks=model_ranks)
         if changed:
             self._decision.explain(f"samples go {plan.reason}")
         return plan
