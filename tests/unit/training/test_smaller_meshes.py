@@ -1,0 +1,143 @@
+"""A rank that takes another seat: its box is assembled from others, with the bits that the new mesh would have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kintsugi.checkpoint.snapshot import HeldSnapshots, Snapshots
+from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.model.partition import part_of
+from kintsugi.model.seats import UNCUT, Mesh, seat_of
+from kintsugi.model.transformer import Transformer, initialize
+from kintsugi.protocol.recovery import BoxCopies, BoxCopy
+from kintsugi.training.group import Groups
+from kintsugi.training.held_boxes import BoxReader, KeptSnapshots
+from kintsugi.training.snapshots import CopyCounters, StoredState
+from kintsugi.training.state import TrainingState
+from tests.unit.training.fakes import FakeSegments
+from tests.unit.training.test_stage_states import CONFIG, STAGE, train_step
+from tests.unit.training.world import in_mesh
+
+STAGES = {STAGE.name: STAGE}
+
+
+def fresh(mesh: Mesh, rank: int, *, segments: FakeSegments) -> TrainingState:
+    seat = mesh.seat(rank)
+    model = Transformer(CONFIG, part=part_of(CONFIG, seat))
+    initialize(model, seed=3)
+    return TrainingState(model, seat=seat, process=f"model-{rank} of {mesh}", segments=segments)
+
+
+def begun(mesh: Mesh, segments: FakeSegments) -> list[TrainingState]:
+    """States of all ranks of a mesh after one step; their snapshots are in the segments of their host."""
+
+    def rank_main(rank: int, groups: Groups) -> TrainingState:
+        state = fresh(mesh, rank, segments=segments)
+        state.start_stage(STAGE, step=0)
+        train_step(state, 1, groups=groups, rank=rank, mesh=mesh, ranks=mesh.boxes)
+        state.await_copy()
+        return state
+
+    return in_mesh(mesh, rank_main, world_size=mesh.boxes)
+
+
+def boxes_of(states: Sequence[TrainingState], mesh: Mesh) -> list[BoxCopies]:
+    names = [f"model-{rank} of {mesh}" for rank in range(mesh.boxes)]
+    return [
+        BoxCopies(state.seat.box, state.committed_digest, (BoxCopy(f"snapshot:{name}", name),))
+        for name, state in zip(names, states, strict=True)
+    ]
+
+
+def nothing(step: int, process: str, owner: str, box: str) -> tuple[StoredState, CopyCounters]:
+    raise RefusedError(f"{process} has no box {box}")
+
+
+def reader_of(state: TrainingState, segments: FakeSegments) -> BoxReader:
+    return BoxReader(KeptSnapshots(segments), nothing, state.form_of)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Mesh(4), Mesh(3)),
+        (Mesh(3), Mesh(2)),
+        (Mesh(2), UNCUT),
+        (UNCUT, Mesh(2)),
+        (Mesh(2), Mesh(4)),
+        (Mesh(shards=2, stages=2), Mesh(stages=2)),
+        (Mesh(stages=2), UNCUT),
+        (Mesh(2), Mesh(stages=2)),
+    ],
+    ids=str,
+)
+def test_a_box_that_is_assembled_is_the_one_that_this_mesh_would_have_trained(
+    before: Mesh, after: Mesh
+) -> None:
+    segments = FakeSegments()
+    boxes = boxes_of(begun(before, segments), before)
+    trained = begun(after, FakeSegments())
+    for rank in range(after.boxes):
+        state = fresh(after, rank, segments=segments)
+        state.assemble(1, boxes=boxes, reader=reader_of(state, segments), stages=STAGES)
+        assert state.committed_digest == trained[rank].committed_digest == state.digest()
+        assert state.committed_counters == trained[rank].committed_counters
+
+
+def assembled(boxes: Sequence[BoxCopies], segments: FakeSegments) -> TrainingState:
+    state = fresh(UNCUT, 0, segments=segments)
+    state.assemble(1, boxes=boxes, reader=reader_of(state, segments), stages=STAGES)
+    return state
+
+
+def test_a_damaged_box_is_refused_and_changes_nothing() -> None:
+    segments = FakeSegments()
+    boxes = boxes_of(begun(Mesh(2), segments), Mesh(2))
+    for slot in HeldSnapshots("model-1 of 2x1x1", segments=segments).slots:
+        slot.payload[100] ^= 1
+    with pytest.raises(RefusedError, match=r"box 1/2 of step 1 is nowhere: snapshot:model-1.*hashes to"):
+        assembled(boxes, segments)
+
+
+def test_a_box_of_other_weights_is_refused() -> None:
+    segments = FakeSegments()
+    first, second = boxes_of(begun(Mesh(2), segments), Mesh(2))
+    other = BoxCopies(second.box, "feed", second.copies)
+    with pytest.raises(RefusedError, match="no snapshot of step 1 feed"):
+        assembled([first, other], segments)
+
+
+def test_without_one_of_the_boxes_the_state_is_refused() -> None:
+    segments = FakeSegments()
+    first, _ = boxes_of(begun(Mesh(2), segments), Mesh(2))
+    with pytest.raises(IntegrityError, match=r"leave .* elements of the state open"):
+        assembled([first], segments)
+
+
+def test_a_state_that_begins_the_next_stage_is_taken_only_where_it_may_have_begun() -> None:
+    segments = FakeSegments()
+    boxes = [BoxCopies(each.box, "feed", each.copies) for each in boxes_of(begun(Mesh(2), segments), Mesh(2))]
+    state = fresh(UNCUT, 0, segments=segments)
+    reader = reader_of(state, segments)
+    with pytest.raises(RefusedError, match="is of stage 'grpo', not of 'other'"):
+        state.assemble(1, boxes=boxes, reader=reader, stages=STAGES, begun="other")
+    state.assemble(1, boxes=boxes, reader=reader, stages=STAGES, begun=STAGE.name)
+    assert state.committed_step == 1
+
+
+def test_snapshots_of_the_seat_before_are_kept_for_two_steps() -> None:
+    segments = FakeSegments()
+    kept = KeptSnapshots(segments)
+    kept.keep(Snapshots("model-0", size=64, segments=segments), step=4)
+    kept.forget_before(5)
+    assert kept.find("model-0").slots
+    kept.forget_before(6)
+    with pytest.raises(RefusedError):
+        kept.find("model-0")
+
+
+def test_a_rank_of_a_mesh_that_names_its_ranks_is_seated_by_their_order() -> None:
+    mesh = Mesh(2, ranks=("model-1", "model-3"))
+    assert [seat_of(name, mesh).box for name in mesh.ranks] == ["0/2", "1/2"]
