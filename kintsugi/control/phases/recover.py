@@ -302,7 +302,8 @@ class RecoveryCoordinator:
             holders = [rank for rank in ranks if self.protocol.holds(rank, step)]
             has_all = not without_holder(holders, self.protocol.mesh)
             if incident.repairs >= REPAIR_ATTEMPTS and not has_all:
-                if not self._send_home([rank for rank in ranks if rank not in holders], fault, now):
+                lacking = [rank for rank in ranks if rank not in holders]
+                if not (self._replace_newcomer(process, fault, now) or self._send_home(lacking, fault, now)):
                     self._fall_back(fault, now)
             elif incident.repairs >= REPAIR_ATTEMPTS and process in living and process not in holders:
                 self._processes.terminate(process, fault, now)
@@ -392,6 +393,19 @@ class RecoveryCoordinator:
         assert fault is not None, "only an incident is given up"
         self.protocol.dumped(now)
         return PhaseReport(PhaseResult.UNRECOVERABLE, fault=fault)
+
+    def _replace_newcomer(self, rank: str, fault: Fault, now: float) -> bool:
+        """Start a rank again that can not assemble its part from those of the mesh before, in which it had none: the
+        others still have these, so it may be the one that can not reach them. Once per incident."""
+        incident, state = self._incidents.current, self._decision.state
+        assert incident is not None
+        before = mesh_of_step(self._config, state, state.step)
+        is_newcomer = bool(before.ranks) and before != self.protocol.mesh and rank not in before.ranks
+        if not is_newcomer or rank in incident.sent_home:
+            return False
+        incident.sent_home.add(rank)
+        self._processes.terminate(rank, fault, now)
+        return True
 
     def _send_home(self, ranks: list[str], fault: Fault, now: float) -> bool:
         """Start ranks without their part of the state again on the hosts where the snapshots of it are, once per
