@@ -85,6 +85,8 @@ CHANGEABLE = (
     "actor.layout.stages",
     "actor.layout.tensors",
     "actor.logical_slices",
+    "actor.workers",
+    "actor.logical_shards",
     "actor.learning_rate",
     "actor.schedule",
     "actor.weight_decay",
@@ -127,6 +129,11 @@ def change_config(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[
                 f"{shown(new.get(name))}; with another value it is another run: "
                 f"`kintsugi train {RunFolder(folder).config_file} {name}=… run_dir=null`"
             )
+    if after.actor.num_shards != (parts := before.actor.num_shards):
+        raise ConfigError(
+            f"`actor.logical_shards` (command line): expected the {parts} parts of the batch that the run began with, "
+            f"for any number of workers (`actor.logical_shards={parts}`), got {after.actor.num_shards}"
+        )
     done = reader.read_status(folder).step
     if (last := stages(after)[-1].last_step) < done:
         raise ConfigError(

@@ -67,7 +67,7 @@ def wanted_mesh(config: Config, living: Sequence[str]) -> Mesh:
     return fitting(living, mesh, slices=actor.logical_slices)
 
 
-def can_grow(config: Config, living: Sequence[str], *, ranks: Sequence[str], mesh: Mesh) -> bool:
+def can_grow(config: Config, living: Sequence[str], *, ranks: Sequence[str]) -> bool:
     """Whether live ranks that are not in the group could have a seat, and all of the group still could."""
     if not living or not set(ranks) <= set(living):
         return False

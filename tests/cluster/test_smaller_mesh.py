@@ -11,6 +11,7 @@ import pytest
 from kintsugi.journal.facts import IncidentClosed, MeshChanged, RolledBack, StepCommitted
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
 from tests.cluster.real_runs import Run, play_selected, until
+from tests.cluster.test_sharded_runs import resume_with
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.sharding]
 
@@ -63,10 +64,20 @@ def num_closed(run: Run) -> int:
 SHARDS = layout(4, shards=4)
 PIPELINES = layout(4, stages=2, shards=2)
 CUBE = layout(4, stages=2, tensors=2, slices=2)
+TWELVE = (*layout(4, shards=4), "actor.logical_shards=12", "warmup.batch_size=12", "algorithm.batch_size=6")
+SLICED = layout(4, shards=4, slices=2)
 SCENARIOS: dict[str, Callable[[Run], None]] = {
     "four shards": partial(undisturbed, begun=SHARDS),
     "two pipelines": partial(undisturbed, begun=PIPELINES),
     "stages of tensors": partial(undisturbed, begun=CUBE),
+    "twelve parts": partial(undisturbed, begun=TWELVE),
+    "sliced shards": partial(undisturbed, begun=SLICED),
+    "resumed with three shards": lambda run: resume_with(
+        run, "actor.workers=3", "actor.layout.shards=3", begun=TWELVE
+    ),
+    "resumed with tensors": lambda run: resume_with(
+        run, "actor.layout.shards=2", "actor.layout.tensors=2", begun=SLICED
+    ),
     "shards lost": partial(lose_for_a_while, begun=SHARDS, lost=("model-3", "model-1")),
     "a pipeline lost": partial(lose_for_a_while, begun=PIPELINES, lost=("model-3",)),
     "a tensor rank lost": partial(lose_for_a_while, begun=CUBE, lost=("model-0",)),
@@ -103,6 +114,18 @@ def test_the_state_is_cut_over_fewer_ranks_and_back_without_a_lost_step(
     assert alike >= {*range(1, FIRST + 1), LAST_STEP}, (
         "in the configured mesh the states are those of the twin"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "twin"),
+    [("resumed with three shards", "twelve parts"), ("resumed with tensors", "sliced shards")],
+)
+def test_a_checkpoint_of_four_shards_goes_on_in_other_meshes(
+    name: str, twin: str, run_of: Callable[[str], Run]
+) -> None:
+    run = run_of(name)
+    assert run.summary.weights_sha256 == run_of(twin).summary.weights_sha256
+    assert_trained_exactly_once(run, last_step=LAST_STEP)
 
 
 def states(run: Run) -> dict[int, str]:

@@ -120,8 +120,8 @@ class RecoveryCoordinator:
     @property
     def can_grow(self) -> bool:
         """Whether the group continued smaller, and ranks that live now could have a seat."""
-        living, mesh = self._decision.state.members.live(Role.MODEL), self.protocol.mesh
-        return can_grow(self._config, living, ranks=self.ranks, mesh=mesh)
+        living = self._decision.state.members.live(Role.MODEL)
+        return can_grow(self._config, living, ranks=self.ranks)
 
     # The incident log.
 
