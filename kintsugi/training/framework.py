@@ -100,7 +100,7 @@ class Framework(Protocol):
         """Whole weights of this rank's layers, of which it may hold slices. A collective of the tensor ranks."""
         ...
 
-    def device_publisher(self, *, host: str) -> DevicePublisher | None:
+    def device_publisher(self, config: Config, *, host: str) -> DevicePublisher | None:
         """Memory of the accelerator that servers can map; None without one."""
         ...
 

@@ -428,7 +428,7 @@ def test_a_finished_run_is_extended_and_its_earlier_configuration_kept(
             "algorithm.steps=0",
             "`algorithm.steps` (command line): expected at least 1, as mine has done 1 step in all",
         ),
-        ("actor.workers=2", "`actor.logical_shards` (command line): expected the 1 parts of the batch"),
+        ("actor.logical_shards=8", "`actor.logical_shards` (command line): expected the"),
         ("algorithm.stepz=5", "did you mean `algorithm.steps`?"),
     ],
 )
