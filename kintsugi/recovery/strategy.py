@@ -87,6 +87,8 @@ class FaultSituation(msgspec.Struct, frozen=True):
     cut_over: tuple[str, ...] = ()
     """Ranks over which the state is cut again if they continue alone, because a part of it has no rank left; the other
     live ones are idle then."""
+    does_not_fit: str = ""
+    """Reason why they can not hold it, where it is known."""
 
 
 class RecoveryOption(msgspec.Struct, frozen=True):
@@ -157,6 +159,8 @@ def _elastic(situation: FaultSituation) -> RecoveryOption:
     why = unrecoverable_reason(situation)
     if not why and not situation.living:
         why = "no rank lives"
+    if not why and situation.cut_over:
+        why = situation.does_not_fit
     used = len(situation.cut_over) or len(situation.living)
     more = (len(situation.missing) + len(situation.living) - used) / max(1, used)
     lasting = f"then every step up to {more:.0%} longer" if situation.missing else ""

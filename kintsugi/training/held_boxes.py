@@ -58,6 +58,13 @@ class BoxForm:
     def seat(self) -> Seat:
         return self.box.seat
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the state, the gradient and the weights that are computed with."""
+        parameters = self.box.layout.num_parameters
+        master = (self.box.size + parameters) * int(self.like.itemsize)
+        return master + parameters * int(self.reference_like.itemsize)
+
     def by_name(self, flat: Array, reference: Array | None) -> dict[str, Any]:
         frozen = {} if reference is None else reference_by_name(self.reference, reference)
         return self.box.by_name(flat) | frozen

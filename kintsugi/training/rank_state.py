@@ -230,6 +230,11 @@ class RankState(ABC):
             Box(layout, seat), frozen, like=like, reference_like=like.new_empty(0, dtype=self.dtype)
         )
 
+    @property
+    def free_device_bytes(self) -> int | None:
+        """Memory that is free on the device of the state; None where that is the memory of the host."""
+        return None
+
     def release(self) -> Snapshots:
         """End the life of this state, whose process takes another seat: its memory is free, its snapshots stay."""
         self._copies.settle()

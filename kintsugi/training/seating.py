@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kintsugi.checkpoint.snapshot import SnapshotSegments
+from kintsugi.checkpoint.snapshot import NUM_SLOTS, SnapshotSegments
 from kintsugi.config.schema import Config
+from kintsugi.errors import DoesNotFit
 from kintsugi.model.seats import Mesh, Seat, mesh_of, seat_of, snapshots_of
 from kintsugi.protocol.recovery import MeshShape
+from kintsugi.telemetry.collect.cgroups import available_memory_bytes
 from kintsugi.training.held_boxes import BoxForm, BoxReader, Fetch, KeptSnapshots
 from kintsugi.training.rank_state import RankState
 
@@ -33,8 +35,11 @@ class RankSeating:
         open_state: OpenState,
         fetch: Fetch,
         changed: Callable[[RankState], None],
+        available_bytes: Callable[[], int] = available_memory_bytes,
     ) -> None:
-        """`changed` is called with a fresh state that has taken the place of the one before."""
+        """`changed` is called with a fresh state that has taken the place of the one before. `available_bytes`: memory
+        of the host that the process may still use."""
+        self._available_bytes = available_bytes
         self._state, self._process = state, process
         self._configured = mesh_of(config.actor.layout)
         self._open_state, self._changed = open_state, changed
@@ -48,6 +53,7 @@ class RankSeating:
         if seat == state.seat:
             state.enter_mesh(mesh)
             return state
+        self._check_memory(seat)
         if state.prepared_step == step:
             state.commit(step)
         last = state.committed_step
@@ -56,6 +62,29 @@ class RankSeating:
         self._state = self._open_state(mesh)
         self._changed(self._state)
         return self._state
+
+    def _check_memory(self, seat: Seat) -> None:
+        """Raise DoesNotFit, before anything is changed, if the box of this seat would not fit: its snapshots need
+        memory beside those of the box before, what the rank computes with takes the place of the one before."""
+        state = self._state
+        now, then = state.form_of(state.seat), state.form_of(seat)
+        in_place = then.num_bytes - now.num_bytes
+        if in_place <= 0:
+            return
+        snapshots = NUM_SLOTS * then.box.size * then.like.itemsize
+        on_device, on_host = state.free_device_bytes, self._available_bytes()
+        if on_device is None:
+            snapshots += in_place
+        elif in_place > on_device:
+            raise DoesNotFit(
+                f"box {seat.box!r} needs {in_place} bytes more on the device of {self._process} than box "
+                f"{state.seat.box!r}, {on_device} are free"
+            )
+        if snapshots > on_host:
+            raise DoesNotFit(
+                f"box {seat.box!r} needs {snapshots} bytes more on the host of {self._process} than box "
+                f"{state.seat.box!r}, {on_host} are available"
+            )
 
     def committed(self, step: int) -> None:
         """Forget what the group can not return to after this step."""

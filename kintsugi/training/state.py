@@ -188,6 +188,15 @@ class TrainingState(RankState):
         frozen = [] if self._reference is None else [self._reference]
         return [self._live, self.gradient, *parameters, *frozen]
 
+    @property
+    def free_device_bytes(self) -> int | None:
+        """Memory that is free on the device, with what the allocator keeps; None on a CPU."""
+        if not self._live.is_cuda:
+            return None
+        device = self._live.device
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+
     def release(self) -> Snapshots:
         """End the life of this state: the memory that it has on the device is free at once."""
         tensors, snapshots = self.resident(), super().release()

@@ -33,6 +33,7 @@ from kintsugi.control.protocol import Raise, ShareBook
 from kintsugi.errors import (
     DeadlineExceeded,
     DeviceError,
+    DoesNotFit,
     EndedByError,
     Fault,
     FaultClass,
@@ -268,9 +269,14 @@ class RecoveryCoordinator:
             return report
         waited_s = now - self.protocol.since[_S.WAITING]
         limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
-        if not self._decision.state.members.live(Role.MODEL):  # No rank is left to continue without them.
+        incident = self._incidents.current
+        # The live ranks can not hold what is missing.
+        is_alone = incident is not None and bool(incident.does_not_fit) and bool(self._cut_over())
+        if is_alone or not self._decision.state.members.live(
+            Role.MODEL
+        ):  # No rank can continue without them.
             limit_s = max(limit_s, self._config.cluster.start_timeout_s)
-        if waited_s <= limit_s and not self._processes.cannot_start(Role.MODEL):
+        if waited_s <= limit_s and (is_alone or not self._processes.cannot_start(Role.MODEL)):
             return report
         chosen, incident = self._choose(now, replacements_fail=True), self._incidents.current
         if incident is None or incident.strategy is not Strategy.ELASTIC:
@@ -294,7 +300,9 @@ class RecoveryCoordinator:
         assert incident is not None
         incident.attempts += 1
         kind = classify(fault)
-        if self.protocol.state is _S.REPAIRING and fault.kind != DeadlineExceeded.__name__:
+        if fault.kind == DoesNotFit.__name__:
+            incident.does_not_fit = fault.message
+        elif self.protocol.state is _S.REPAIRING and fault.kind != DeadlineExceeded.__name__:
             incident.repairs += 1
             self._decision.add_effect(ShareBook())  # The rank may not have the addresses of the others yet.
             step, living = self._decision.state.step, self._decision.state.members.live(Role.MODEL)

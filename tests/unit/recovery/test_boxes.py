@@ -168,10 +168,24 @@ def test_a_new_master_takes_over_ranks_whose_parts_make_up_the_committed_state()
         (("model-0",), "1 of 3 ranks continue without model-1, over which the state is cut again"),
     ],
 )
-def test_a_smaller_group_has_the_state_cut_anew_where_a_part_has_no_rank(
+def test_a_smaller_group_has_the_state_cut_again_where_a_part_has_no_rank(
     cut_over: tuple[str, ...], says: str
 ) -> None:
-    situation = FaultSituation(
+    chosen = plan(left_alone(cut_over))
+    assert chosen.strategy is Strategy.ELASTIC
+    assert chosen.reason.startswith(f"{says};")
+
+
+def test_a_state_that_does_not_fit_the_live_ranks_is_not_cut_over_them() -> None:
+    chosen = plan(left_alone(("model-0",), does_not_fit="box '' needs 9 bytes more"))
+    assert chosen.strategy is Strategy.DUMP
+    assert "elastic: not possible, box '' needs 9 bytes more" in chosen.reason
+    assert plan(left_alone((), does_not_fit="it was too large")).strategy is Strategy.ELASTIC
+
+
+def left_alone(cut_over: tuple[str, ...], *, does_not_fit: str = "") -> FaultSituation:
+    """Situation of two ranks out of three, without a replacement of the third."""
+    return FaultSituation(
         faults=(Fault("f", "ProcessDied", "model-1", "killed", 0.0),),
         num_faults=0,
         unrecoverable="",
@@ -184,10 +198,8 @@ def test_a_smaller_group_has_the_state_cut_anew_where_a_part_has_no_rank(
         start_s=1.0,
         step_s=1.0,
         cut_over=cut_over,
+        does_not_fit=does_not_fit,
     )
-    chosen = plan(situation)
-    assert chosen.strategy is Strategy.ELASTIC
-    assert chosen.reason.startswith(f"{says};")
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from kintsugi.checkpoint.snapshot import HeldSnapshots, Snapshots
-from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.checkpoint.snapshot import HeldSnapshots, Snapshots, find_slot
+from kintsugi.config.schema import ActorSection, Config, LayoutSection
+from kintsugi.errors import DoesNotFit, IntegrityError, RefusedError
 from kintsugi.model.partition import part_of
 from kintsugi.model.seats import UNCUT, Mesh, seat_of
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.protocol.recovery import BoxCopies, BoxCopy
+from kintsugi.protocol.recovery import BoxCopies, BoxCopy, MeshShape
 from kintsugi.training.group import Groups
 from kintsugi.training.held_boxes import BoxReader, KeptSnapshots
+from kintsugi.training.rank_state import RankState
+from kintsugi.training.seating import RankSeating
 from kintsugi.training.snapshots import CopyCounters, StoredState
 from kintsugi.training.state import TrainingState
 from tests.unit.training.fakes import FakeSegments
@@ -141,3 +144,44 @@ def test_snapshots_of_the_seat_before_are_kept_for_two_steps() -> None:
 def test_a_rank_of_a_mesh_that_names_its_ranks_is_seated_by_their_order() -> None:
     mesh = Mesh(2, ranks=("model-1", "model-3"))
     assert [seat_of(name, mesh).box for name in mesh.ranks] == ["0/2", "1/2"]
+
+
+def seated(segments: FakeSegments, *, available_bytes: int) -> tuple[RankSeating, list[RankState]]:
+    """The first rank of two parts, and the states that it has had."""
+    config = Config(name="t", actor=ActorSection(workers=2, layout=LayoutSection(shards=2)))
+    (state, _), opened = begun(Mesh(2), segments), list[RankState]()
+    seating = RankSeating(
+        state,
+        config,
+        process="model-0",
+        segments=segments,
+        open_state=lambda mesh: fresh(mesh.shape, 0, segments=segments),
+        fetch=nothing,
+        changed=opened.append,
+        available_bytes=lambda: available_bytes,
+    )
+    opened.append(state)
+    return seating, opened
+
+
+def test_a_rank_keeps_its_part_where_the_larger_one_does_not_fit() -> None:
+    seating, opened = seated(FakeSegments(), available_bytes=1000)
+    before = opened[0].digest()
+    with pytest.raises(
+        DoesNotFit, match=r"box '' needs \d+ bytes more on the host of model-0 than box '0/2', 1000"
+    ):
+        seating.take_seat(MeshShape(), ("model-0",), step=1)
+    assert len(opened) == 1 and opened[0].digest() == before
+
+
+def test_a_rank_takes_another_seat_and_its_snapshots_stay_for_the_others() -> None:
+    segments = FakeSegments()
+    seating, opened = seated(segments, available_bytes=1 << 40)
+    digest = opened[0].committed_digest
+    assert seating.take_seat(MeshShape(shards=2), ("model-0", "model-1"), step=1) is opened[0]
+    state = seating.take_seat(MeshShape(), ("model-0",), step=1)
+    assert state is opened[1] and state.is_fresh and state.seat.is_whole
+    held = seating.boxes.kept.find("model-0 of 2x1x1")
+    assert find_slot(held.slots, 1)[1].digest == digest
+    seating.committed(3)
+    assert not any("model-0 of 2x1x1" in name for name in segments.names())
