@@ -218,13 +218,16 @@ class ReplayAdapter:
         self._generation = request.generation
         self._device_is_set = True
 
+    def mesh_of(self, request: RebuildGroup) -> Mesh:
+        """Mesh whose seats the ranks of a request take."""
+        shape = request.mesh
+        if shape is None:
+            return self._configured
+        return Mesh(shape.shards, shape.stages, shape.tensors, request.ranks)
+
     def _take_seat(self, request: RebuildGroup) -> None:
         """Be a fresh rank if the request gives it another box; the snapshots of the one before stay for the others."""
-        shape, box = request.mesh, self.box
-        if shape is not None:
-            mesh = Mesh(shape.shards, shape.stages, shape.tensors, request.ranks)
-        else:
-            mesh = self._configured
+        mesh, box = self.mesh_of(request), self.box
         if seat_of(self.process, mesh).box != box:
             if self._prepared is not None and self._prepared.step == request.step:
                 self._keep(self._prepared)
@@ -353,7 +356,8 @@ def digest_of(step: int, stage: str, vector: Vector, *, box: str = "") -> str:
 
 
 def digest_of_whole(joined: str) -> str:
-    """Digest of the whole state from those of its boxes: "9f….07…"."""
+    """Digest of the whole state from those of its boxes: "9f….07…", "1x2x1:9f….07…"."""
+    joined = joined.rpartition(":")[2]
     return f"{sum(int(part, 16) for part in joined.split('.') if part) % _DIGESTS:016x}"
 
 

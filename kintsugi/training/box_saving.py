@@ -17,16 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from kintsugi.checkpoint.manifest import StoredFile
-from kintsugi.checkpoint.store import state_file, write_box
+from kintsugi.checkpoint.store import state_file, tensor_of, write_box
 from kintsugi.errors import RefusedError, WorldError
 from kintsugi.model.device_errors import as_world_error
 from kintsugi.model.seats import Mesh, Seat, replica_of, seat_of
+from kintsugi.model.tensor_slices import SliceName
 from kintsugi.process.shell import ReplyHandle
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.training import PieceSaved, SavePiece
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.waits import wait
-from kintsugi.training.held_boxes import is_counted
 from kintsugi.training.snapshots import CopyCounters, HeldState, state_fetched
 from kintsugi.transport import Delivery
 from kintsugi.types import Role, WeightManifest, process_id
@@ -171,6 +171,17 @@ class BoxSaver:
 
 
 def own_tensors(held: HeldState) -> HeldState:
-    """The state as it is written for its box."""
-    tensors = {name: each for name, each in held.tensors.items() if is_counted(name, held.seat)}
+    """The state as it is written for its box: a frozen reference, which all shards have, is in the boxes of the first
+    one, what is whole in each tensor slice in those of the first slice, and what several stages have in one of
+    them."""
+    seat = held.seat
+    if seat.shard == 0 and seat.tensor == 0 and not held.copied:
+        return held
+    tensors = {
+        name: tensor
+        for name, tensor in held.tensors.items()
+        if (seat.shard == 0 or not name.startswith("reference/"))
+        and (seat.tensor == 0 or SliceName.parse(tensor_of(name)).count > 1)
+        and name not in held.copied
+    }
     return replace(held, tensors=tensors)

@@ -20,7 +20,6 @@ from kintsugi.checkpoint.store import PART_MARK, tensor_of
 from kintsugi.errors import IntegrityError, RefusedError, WorldError
 from kintsugi.model.arrays import Array
 from kintsugi.model.seats import Seat
-from kintsugi.model.tensor_slices import SliceName
 from kintsugi.protocol.recovery import BoxCopies
 from kintsugi.recovery.rank import SNAPSHOT_PREFIX
 from kintsugi.training.boxes import Box
@@ -77,18 +76,6 @@ class HeldBox:
     seat: Seat
     counters: CopyCounters
     tensors: Mapping[str, Array]
-
-    @property
-    def own_tensors(self) -> dict[str, Array]:
-        """Tensors without those that another box of the same state has as well."""
-        return {name: each for name, each in self.tensors.items() if is_counted(name, self.seat)}
-
-
-def is_counted(name: str, seat: Seat) -> bool:
-    """Whether a tensor of the state belongs to this box: a frozen reference, which all shards have, is in the boxes of
-    the first one, and what is whole in each tensor slice in those of the first slice."""
-    is_first = seat.shard == 0 or not name.startswith("reference/")
-    return is_first and (seat.tensor == 0 or SliceName.parse(tensor_of(name)).count > 1)
 
 
 class KeptSnapshots:
@@ -208,45 +195,59 @@ class BoxReader:
 
 
 class Assembly:
-    """Fills tensors of a box from those of other boxes of the same state."""
+    """Fills tensors of a box from those of other boxes of the same state. What several of them have (a frozen reference
+    in every shard, what is whole in each tensor slice) is taken from the first."""
 
     def __init__(self, into: Mapping[str, Array]) -> None:
         self._targets: dict[str, tuple[int, Any]] = {}
+        self._open: dict[str, list[range]] = {}
+        """Tensor → its elements that are not filled yet."""
         for name, array in into.items():
             flat: Any = array
-            self._targets[tensor_of(name)] = first_of(name), flat.reshape(-1)
-        self._num_left = sum(len(flat) for _, flat in self._targets.values())
+            base, first = tensor_of(name), first_of(name)
+            self._targets[base] = first, flat.reshape(-1)
+            self._open[base] = [range(first, first + len(self._targets[base][1]))]
 
     def needs(self, form: BoxForm) -> bool:
-        """Whether a box has any of the elements."""
-        names = form.by_name(form.like.new_empty(form.box.size, device="meta"), None)
-        if any(self._overlap(name, math.prod(each.shape)) for name, each in names.items()):
-            return True
-        wants_reference = any(name.startswith("reference/") for name in self._targets)
-        return wants_reference and form.seat.shard == 0
+        """Whether a box has any of the elements that are open."""
+        reference = form.reference_like.new_empty(form.reference.size, device="meta")
+        names = form.by_name(form.like.new_empty(form.box.size, device="meta"), reference)
+        return any(self._wanted(name, math.prod(each.shape)) for name, each in names.items())
 
     def add(self, held: HeldBox) -> None:
-        for name, tensor in held.own_tensors.items():
+        for name, tensor in held.tensors.items():
             flat: Any = tensor
             flat = flat.reshape(-1)
-            shared = self._overlap(name, len(flat))
-            if shared:
-                first = first_of(name)
-                at, target = self._targets[tensor_of(name)]
-                target[shared.start - at : shared.stop - at] = flat[
-                    shared.start - first : shared.stop - first
-                ]
-                self._num_left -= len(shared)
+            base, first = tensor_of(name), first_of(name)
+            for part in self._wanted(name, len(flat)):
+                at, target = self._targets[base]
+                target[part.start - at : part.stop - at] = flat[part.start - first : part.stop - first]
+            self._fill(base, range(first, first + len(flat)))
 
     def check(self) -> None:
-        """Raise IntegrityError unless every element has been filled, once."""
-        if self._num_left:
-            raise IntegrityError(f"the boxes leave {self._num_left} elements of the state open")
+        """Raise IntegrityError unless every element has been filled."""
+        num_left = sum(len(part) for parts in self._open.values() for part in parts)
+        if num_left:
+            raise IntegrityError(f"the boxes leave {num_left} elements of the state open")
 
-    def _overlap(self, name: str, size: int) -> range:
+    def _wanted(self, name: str, size: int) -> list[range]:
         first = first_of(name)
-        at, target = self._targets.get(tensor_of(name), (0, ()))
-        return range(max(first, at), min(first + size, at + len(target)))
+        shared = (
+            range(max(first, part.start), min(first + size, part.stop))
+            for part in self._open.get(tensor_of(name), ())
+        )
+        return [part for part in shared if part]
+
+    def _fill(self, base: str, filled: range) -> None:
+        rest = (
+            each
+            for part in self._open.get(base, ())
+            for each in (
+                range(part.start, min(part.stop, filled.start)),
+                range(max(part.start, filled.stop), part.stop),
+            )
+        )
+        self._open[base] = [part for part in rest if part]
 
 
 def first_of(name: str) -> int:

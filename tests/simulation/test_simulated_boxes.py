@@ -130,7 +130,7 @@ def test_disturbed_runs_in_which_the_state_is_cut_again_keep_every_invariant(see
 
 def test_layouts_are_drawn_for_each_seed_and_keep_every_invariant() -> None:
     runner, layouts = Runner(draws_layouts=True), [layout_of(seed) for seed in range(100)]
-    assert {(each.ranks, each.shards) for each in layouts} == set(LAYOUTS)
+    assert {(each.ranks, each.shards, each.stages, each.tensors) for each in layouts} == set(LAYOUTS)
     for seed in range(4):
         outcome = runner.run(seed)
         assert outcome.violations == [], runner.replay_command(seed)

@@ -511,7 +511,8 @@ class RecoveryCoordinator:
 
     def _sources(self, rank: str, mesh: Mesh, *, is_recut: bool) -> tuple[str, ...]:
         """Return the places where a rank may find its state: snapshots of its host (its own first, then of ranks with
-        the same part of the state), agents of other hosts, the checkpoint. A state that was cut otherwise at this step
+        the same part of the state), the agent of this host and those of others, the
+        checkpoint. A state that was cut otherwise at this step
         is in the checkpoint only: copies with the same part may be of steps that were undone."""
         state, members = self._decision.state, self._decision.state.members
         path = state.checkpoint_paths.get(state.step) or self.restore_paths.get(state.step)
@@ -528,9 +529,8 @@ class RecoveryCoordinator:
         configured = mesh_of(self._config.actor.layout)
         names = [snapshots_of(name, seat, configured) for name in (rank, *sorted(here))]
         snapshots = [f"snapshot:{name}" for name in names]
-        # Where a rank with this box ran on another host, the copy is with the agent of this one.
-        is_cut = not seat.is_whole
-        keepers = [n for n in members.live(Role.AGENT) if is_cut or members.members[n].host != host]
+        # Where a rank with this box ran on another host, its copy may be with the agent of this one.
+        keepers = sorted(members.live(Role.AGENT), key=lambda agent: members.members[agent].host != host)
         return (*snapshots, *keepers, *saved)
 
 

@@ -76,10 +76,10 @@ def joined(process: str, role: Role, host: str) -> ProcessJoined:
 
 def state_of(*facts: Fact) -> MasterState:
     state = MasterState(min_valid=2, keep_checkpoints=2)
-    begun = [RunStarted("job", "digest"), TermStarted(1, "1")]
+    begun: list[Fact] = [RunStarted("job", "digest"), TermStarted(1, "1")]
     hosts = {"agent-0": "host-0", "agent-1": "host-1"}
-    agents = [joined(name, Role.AGENT, host) for name, host in hosts.items()]
-    ranks = [joined(name, Role.MODEL, f"host-{index // 2}") for index, name in enumerate(RANKS)]
+    agents: list[Fact] = [joined(name, Role.AGENT, host) for name, host in hosts.items()]
+    ranks: list[Fact] = [joined(name, Role.MODEL, f"host-{index // 2}") for index, name in enumerate(RANKS)]
     for fact in (*begun, *agents, *ranks, *facts):
         state.apply(fact)
     return state

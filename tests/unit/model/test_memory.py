@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from kintsugi.config.schema import (
     ClusterSection,
     Config,
     GenerationSection,
+    LayoutSection,
     ReferenceSection,
     RewardModelSection,
 )
@@ -151,3 +153,24 @@ def test_servers_of_another_backend_need_nothing_here() -> None:
 def test_a_checkpoint_has_the_state_and_the_weights() -> None:
     assert memory().checkpoint_bytes == 14 * PARAMETERS
     assert memory(algorithm=AlgorithmSection(beta=0.1)).checkpoint_bytes == 16 * PARAMETERS
+
+
+def staged(stage: int, *, model: ModelConfig, dtype: str = "bfloat16", **layout: int) -> Mapping[str, int]:
+    """Device memory of a rank of two pipeline stages."""
+    actor = ActorSection(workers=2, dtype=dtype, layout=LayoutSection(stages=2, **layout))  # type: ignore[arg-type]
+    config = Config(name="a", actor=actor, algorithm=AlgorithmSection(beta=0.1), generation=GENERATION)
+    return RunMemory(config, model, Companions(), 4).of_process(f"model-{stage}").device
+
+
+def test_a_tied_embedding_is_state_of_the_last_stage_and_a_copy_in_the_first() -> None:
+    tied = msgspec.structs.replace(QWEN, tie_embeddings=True)
+    matrix = QWEN.vocab_size * QWEN.hidden_size
+    first, last = (staged(stage, model=tied) for stage in range(2))
+    apart_first, apart_last = (staged(stage, model=QWEN) for stage in range(2))
+    assert (first["tied embedding"], last["tied embedding"]) == (2 * matrix, 2 * 2 * matrix)
+    assert apart_first["state"] - first["state"] == 12 * matrix
+    assert last["state"] == apart_last["state"]
+    assert (first["reference"], last["reference"]) == (apart_first["reference"], apart_last["reference"])
+    assert "tied embedding" not in apart_last
+    whole = memory(algorithm=AlgorithmSection(beta=0.1)).of_role(Role.MODEL).device
+    assert "tied embedding" not in whole, "one rank needs nothing more"

@@ -9,6 +9,7 @@ import pytest
 from kintsugi.checkpoint.snapshot import HeldSnapshots, Snapshots, find_slot
 from kintsugi.config.schema import ActorSection, Config, LayoutSection
 from kintsugi.errors import DoesNotFit, IntegrityError, RefusedError
+from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.partition import part_of
 from kintsugi.model.seats import UNCUT, Mesh, seat_of
 from kintsugi.model.transformer import Transformer, initialize
@@ -20,30 +21,30 @@ from kintsugi.training.seating import RankSeating
 from kintsugi.training.snapshots import CopyCounters, StoredState
 from kintsugi.training.state import TrainingState
 from tests.unit.training.fakes import FakeSegments
-from tests.unit.training.test_stage_states import CONFIG, STAGE, train_step
+from tests.unit.training.test_stage_states import SEPARATE, STAGE, TIED, train_step
 from tests.unit.training.world import in_mesh
 
 STAGES = {STAGE.name: STAGE}
 
 
-def fresh(mesh: Mesh, rank: int, *, segments: FakeSegments) -> TrainingState:
+def fresh(mesh: Mesh, rank: int, *, segments: FakeSegments, config: ModelConfig = SEPARATE) -> TrainingState:
     seat = mesh.seat(rank)
-    model = Transformer(CONFIG, part=part_of(CONFIG, seat))
+    model = Transformer(config, part=part_of(config, seat))
     initialize(model, seed=3)
     return TrainingState(model, seat=seat, process=f"model-{rank} of {mesh}", segments=segments)
 
 
-def begun(mesh: Mesh, segments: FakeSegments) -> list[TrainingState]:
+def begun(mesh: Mesh, segments: FakeSegments, config: ModelConfig = SEPARATE) -> list[TrainingState]:
     """States of all ranks of a mesh after one step; their snapshots are in the segments of their host."""
 
     def rank_main(rank: int, groups: Groups) -> TrainingState:
-        state = fresh(mesh, rank, segments=segments)
+        state = fresh(mesh, rank, segments=segments, config=config)
         state.start_stage(STAGE, step=0)
         train_step(state, 1, groups=groups, rank=rank, mesh=mesh, ranks=mesh.boxes)
         state.await_copy()
         return state
 
-    return in_mesh(mesh, rank_main, world_size=mesh.boxes)
+    return in_mesh(mesh, rank_main, world_size=mesh.boxes, is_tied=config.tie_embeddings)
 
 
 def boxes_of(states: Sequence[TrainingState], mesh: Mesh) -> list[BoxCopies]:
@@ -63,27 +64,28 @@ def reader_of(state: TrainingState, segments: FakeSegments) -> BoxReader:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "config"),
     [
-        (Mesh(4), Mesh(3)),
-        (Mesh(3), Mesh(2)),
-        (Mesh(2), UNCUT),
-        (UNCUT, Mesh(2)),
-        (Mesh(2), Mesh(4)),
-        (Mesh(shards=2, stages=2), Mesh(stages=2)),
-        (Mesh(stages=2), UNCUT),
-        (Mesh(2), Mesh(stages=2)),
+        (Mesh(4), Mesh(3), SEPARATE),
+        (Mesh(3), Mesh(2), SEPARATE),
+        (Mesh(2), UNCUT, SEPARATE),
+        (UNCUT, Mesh(2), SEPARATE),
+        (Mesh(2), Mesh(4), SEPARATE),
+        (Mesh(shards=2, stages=2), Mesh(stages=2), SEPARATE),
+        (Mesh(stages=2), UNCUT, SEPARATE),
+        (Mesh(2), Mesh(stages=2), SEPARATE),
+        (Mesh(stages=2), UNCUT, TIED),
+        (UNCUT, Mesh(stages=2), TIED),
     ],
-    ids=str,
 )
 def test_a_box_that_is_assembled_is_the_one_that_this_mesh_would_have_trained(
-    before: Mesh, after: Mesh
+    before: Mesh, after: Mesh, config: ModelConfig
 ) -> None:
     segments = FakeSegments()
-    boxes = boxes_of(begun(before, segments), before)
-    trained = begun(after, FakeSegments())
+    boxes = boxes_of(begun(before, segments, config), before)
+    trained = begun(after, FakeSegments(), config)
     for rank in range(after.boxes):
-        state = fresh(after, rank, segments=segments)
+        state = fresh(after, rank, segments=segments, config=config)
         state.assemble(1, boxes=boxes, reader=reader_of(state, segments), stages=STAGES)
         assert state.committed_digest == trained[rank].committed_digest == state.digest()
         assert state.committed_counters == trained[rank].committed_counters
