@@ -25,8 +25,8 @@ SNAPSHOT_ELSEWHERE = 2700
 BOX_LOST = 8
 """Seed in which the host of the only rank with a box is lost before another host has a copy."""
 
-RECUT = (1225,)
-"""Seeds with layouts in which the ranks form another mesh. 1225: a newcomer does not reach the others."""
+RECUT = (1225, 30269)
+"""Seeds with layouts in which the ranks form another mesh. 30269: the only copy of a part is on a host without ranks."""
 
 
 def run(seed: int, *, workers: int = 6, shards: int = 2) -> SimulationOutcome:

@@ -24,6 +24,7 @@ from kintsugi.control.mesh_choice import (
     change_to,
     mesh_in_force,
     mesh_of_step,
+    rank_names,
     wanted_mesh,
 )
 from kintsugi.control.pending import PendingRequests, Purpose
@@ -311,7 +312,10 @@ class RecoveryCoordinator:
             has_all = not without_holder(holders, self.protocol.mesh)
             if incident.repairs >= REPAIR_ATTEMPTS and not has_all:
                 lacking = [rank for rank in ranks if rank not in holders]
-                if not (self._replace_newcomer(process, fault, now) or self._send_home(lacking, fault, now)):
+                is_handled = self._replace_newcomer(process, fault, now) or self._send_home(
+                    lacking, fault, now
+                )
+                if not is_handled and not self._await_lost():
                     self._fall_back(fault, now)
             elif incident.repairs >= REPAIR_ATTEMPTS and process in living and process not in holders:
                 self._processes.terminate(process, fault, now)
@@ -415,6 +419,25 @@ class RecoveryCoordinator:
         self._processes.terminate(rank, fault, now)
         return True
 
+    def _await_lost(self) -> bool:
+        """Wait for lost ranks rather than undo steps, once per incident, where the snapshots of their parts may be on
+        hosts without a live rank that could read them."""
+        incident, state = self._incidents.current, self._decision.state
+        assert incident is not None
+        before = mesh_of_step(self._config, state, state.step)
+        if before == self.protocol.mesh or incident.does_not_fit:
+            return False
+        lost = [
+            name
+            for name in before.ranks or rank_names(self._config.actor.workers)
+            if not state.members.is_live(name)
+            and state.members.agent_of(state.homes.get(name, "")) is not None
+        ]
+        if lost:
+            incident.does_not_fit = f"what {', '.join(lost)} held is out of reach of the live ranks"
+            incident.attempts = incident.repairs = 0
+        return bool(lost)
+
     def _send_home(self, ranks: list[str], fault: Fault, now: float) -> bool:
         """Start ranks without their part of the state again on the hosts where the snapshots of it are, once per
         incident: their agents were away when the ranks were placed. Return whether there are any."""
@@ -470,7 +493,8 @@ class RecoveryCoordinator:
         rank."""
         living = self._decision.state.members.live(Role.MODEL)
         mesh = wanted_mesh(self._config, living) if living else Mesh()
-        return mesh.ranks if mesh != mesh_in_force(self._config, self._decision.state) else ()
+        state = self._decision.state
+        return mesh.ranks if mesh != mesh_of_step(self._config, state, state.step) else ()
 
     def _mesh(self) -> Mesh:
         """Return the mesh of the group that is formed, or is to be formed next."""
