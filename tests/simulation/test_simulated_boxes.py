@@ -26,7 +26,7 @@ BOX_LOST = 8
 """Seed in which the host of the only rank with a box is lost before another host has a copy."""
 
 RECUT = (1225, 30269)
-"""Seeds with layouts in which the ranks form another mesh. 30269: the only copy of a part is on a host without ranks."""
+"""Seeds with layouts in which the ranks form another mesh. 30269: a host without ranks has the only copy of a part."""
 
 
 def run(seed: int, *, workers: int = 6, shards: int = 2) -> SimulationOutcome:
