@@ -244,6 +244,10 @@ class RefusedError(WorldError):
     """A peer refused: unknown sender, wrong state."""
 
 
+class DoesNotFit(RefusedError):
+    """A part of the state does not fit the memory of this process. Nothing was changed; smaller parts may fit."""
+
+
 class EpochOver(RefusedError):
     """A peer refused a message of an earlier term of the master."""
 

@@ -123,8 +123,9 @@ class Snapshots:
     """Slots of one process; a new incarnation finds the contents that its predecessor left."""
 
     def __init__(self, process: str, *, size: int, segments: SnapshotSegments | None) -> None:
-        """`size` is that of the payload. Contents of the previous incarnation are kept if they have the same size."""
-        self._process = process
+        """`process`: the name under which the slots are kept. `size` is that of the payload. Contents of the previous
+        incarnation are kept if they have the same size."""
+        self.owner = process
         self._segments = segments
         self._references: dict[str, SnapshotSlot] = {}
         self.why_private = "" if segments is not None else "this host has no segment service"
@@ -143,7 +144,7 @@ class Snapshots:
         """Add a third slot, as durable as the others; None if the agent has no memory left for it."""
         assert len(self.slots) == NUM_SLOTS, "one slot is added at most"
         was_private = bool(self.why_private)
-        slot = self._slot(_slot_name(self._process, NUM_SLOTS), size=self._size)
+        slot = self._slot(_slot_name(self.owner, NUM_SLOTS), size=self._size)
         if self.why_private and not was_private:
             self.why_private = ""  # The other slots are still held by the agent.
             return None
@@ -155,7 +156,7 @@ class Snapshots:
         if self._segments is None or self.why_private:
             return False
         try:
-            descriptor = self._segments.open(_slot_name(self._process, NUM_SLOTS))
+            descriptor = self._segments.open(_slot_name(self.owner, NUM_SLOTS))
         except WorldError:
             return False
         os.close(descriptor)
@@ -168,8 +169,24 @@ class Snapshots:
     def reference(self, stage: str, *, size: int) -> SnapshotSlot:
         """Slot of the reference weights of a stage."""
         if stage not in self._references:
-            self._references[stage] = self._slot(_reference_name(self._process, stage), size=size)
+            self._references[stage] = self._slot(_reference_name(self.owner, stage), size=size)
         return self._references[stage]
+
+    def stored_reference(self, stage: str) -> SnapshotSlot:
+        """The same slot, only if there is one."""
+        if stage in self._references:
+            return self._references[stage]
+        if self._segments is None:
+            raise RefusedError(f"there are no reference weights of stage {stage!r}")
+        return _opened(_reference_name(self.owner, stage), segments=self._segments)
+
+    def remove(self) -> None:
+        """Give the memory of all slots back to the host; the process has another box now."""
+        if self._segments is None:
+            return
+        names = [_slot_name(self.owner, index) for index in range(len(self.slots))]
+        for name in (*names, *(_reference_name(self.owner, stage) for stage in self._references)):
+            self._segments.remove(name)
 
     def has_references_besides(self, stages: set[str]) -> bool:
         """Whether `keep_references` would drop any."""
@@ -180,7 +197,7 @@ class Snapshots:
         for stage in self._references.keys() - stages:
             del self._references[stage]
             if self._segments is not None:
-                self._segments.remove(_reference_name(self._process, stage))
+                self._segments.remove(_reference_name(self.owner, stage))
 
     def _slot(self, name: str, *, size: int) -> SnapshotSlot:
         size += HEADER_BYTES
@@ -209,16 +226,11 @@ class HeldSnapshots:
         """Return the header of the slot that holds a step (see `find_slot`)."""
         return find_slot(self.slots, step, digest=digest)[1]
 
-    def reference(self, stage: str) -> SnapshotSlot:
+    def stored_reference(self, stage: str) -> SnapshotSlot:
         return self._open(_reference_name(self._process, stage))
 
     def _open(self, name: str) -> SnapshotSlot:
-        descriptor = self._segments.open(name)
-        size = os.fstat(descriptor).st_size
-        if size < HEADER_BYTES:
-            os.close(descriptor)
-            raise RefusedError(f"segment {name} of {size} bytes is no snapshot")
-        return SnapshotSlot(_map(descriptor, size=size))
+        return _opened(name, segments=self._segments)
 
 
 def find_slot(
@@ -234,6 +246,16 @@ def find_slot(
         there = ", ".join(f"{header.step} ({header.digest})" for _, header in held) or "none"
         raise RefusedError(f"no snapshot of step {step} {digest or 'with any digest'}; there are: {there}")
     return max(found, key=lambda pair: pair[1].serial)
+
+
+def _opened(name: str, *, segments: SnapshotSegments) -> SnapshotSlot:
+    """A slot that exists; RefusedError if there is none of this name."""
+    descriptor = segments.open(name)
+    size = os.fstat(descriptor).st_size
+    if size < HEADER_BYTES:
+        os.close(descriptor)
+        raise RefusedError(f"segment {name} of {size} bytes is no snapshot")
+    return SnapshotSlot(_map(descriptor, size=size))
 
 
 def _map(descriptor: int, *, size: int) -> memoryview:

@@ -246,7 +246,10 @@ def _check_division(run: _Candidate) -> None:
         computed = f"`actor.workers`={actor.workers}"
         if actor.layout.model_ranks > 1:
             computed = f"{actor.data_parallel}, the workers that compute different samples"
-        raise run.error("actor.logical_shards", f"a multiple of {computed}, or null for one part per worker")
+        even = [str(count) for count in range(1, actor.num_shards + 1) if actor.num_shards % count == 0]
+        shared = f"{actor.num_shards} parts are shared evenly by {', '.join(even[:-1])} or {even[-1]}"
+        expected = f"a multiple of {computed}, or null for one part per worker ({shared})"
+        raise run.error("actor.logical_shards", expected)
     servers, most = run.config.generation.servers, most_servers(run.config)
     if has_servers(run.config) and servers < 1:
         raise run.error("generation.servers", "at least 1: completions are sampled, if only to evaluate")

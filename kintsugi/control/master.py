@@ -17,6 +17,7 @@ from kintsugi.config.stages import Stage, next_stage
 from kintsugi.control import due
 from kintsugi.control.decision import DecisionBuilder
 from kintsugi.control.dispatch import EpisodeDispatch
+from kintsugi.control.mesh_choice import mesh_in_force
 from kintsugi.control.pending import PendingRequests, Purpose
 from kintsugi.control.phases.adopt import AdoptPhase
 from kintsugi.control.phases.collect import CollectPhase
@@ -64,7 +65,7 @@ from kintsugi.journal.facts import (
     StopAccepted,
     TermStarted,
 )
-from kintsugi.model.seats import STATE_FORMAT, mesh_of
+from kintsugi.model.seats import STATE_FORMAT
 from kintsugi.protocol.agents import Inspected, ProcessStarted
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.rollout import EpisodesDone
@@ -349,7 +350,7 @@ class Master:
 
     def _enter_ending(self, report: PhaseReport, now: float) -> None:
         self._enter(Phase.ENDING, now, f"{self._outcome()} after step {self.state.step}")
-        first = range(mesh_of(self.config.actor.layout).model_ranks)  # They hash one model together.
+        first = range(mesh_in_force(self.config, self.state).model_ranks)  # They hash one model together.
         self.pending.ask_all({self._recovery.ranks[rank]: HashWeights() for rank in first}, now)
 
     def _enter_ended(self, report: PhaseReport, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 
 import msgspec
 
@@ -18,6 +19,7 @@ from kintsugi.journal.facts import (
     IncidentClosed,
     IncidentOpened,
     LedgerFact,
+    MeshChanged,
     PaceChanged,
     ProcessJoined,
     ProcessLost,
@@ -92,6 +94,28 @@ class Tally(msgspec.Struct):
         return sums, counts
 
 
+class Meshes(msgspec.Struct):
+    """Parts into which the ranks cut the state, where they are not those of the configuration."""
+
+    current: MeshChanged | None = None
+    of_steps: dict[int, MeshChanged] = {}
+    """Step of which the digest is known → parts into which it was cut."""
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """Ranks of the current mesh, in the order of their seats; empty for the configured one."""
+        return () if self.current is None else self.current.ranks
+
+    def commit(self, step: int) -> None:
+        self.of_steps.pop(step, None)
+        if self.current is not None:
+            self.of_steps[step] = self.current
+
+    def keep(self, steps: Container[int]) -> None:
+        """Forget all other steps."""
+        self.of_steps = {step: mesh for step, mesh in self.of_steps.items() if step in steps}
+
+
 def _add_up(metrics: dict[str, float], sums: dict[str, float], counts: dict[str, int]) -> None:
     for name, value in metrics.items():
         sums[name] = sums.get(name, 0.0) + value
@@ -136,6 +160,7 @@ class _FoldedRun(msgspec.Struct, omit_defaults=True):
     session_began: float = 0.0
     homes: dict[str, str] = {}
     state_format: int = 1
+    meshes: Meshes = msgspec.field(default_factory=Meshes)
 
 
 class MasterState:
@@ -143,8 +168,7 @@ class MasterState:
 
     def __init__(self, *, min_valid: int, keep_checkpoints: int) -> None:
         self._keep_checkpoints = keep_checkpoints
-        self.job = ""
-        self.term = 0
+        self.job, self.term = "", 0
         self.outcome: str | None = None
         self.faults: tuple[Fault, ...] = ()
         """Faults that the run ended with."""
@@ -182,6 +206,7 @@ class MasterState:
         self.state_format = 1
         self.homes: dict[str, str] = {}
         """Rank → host on which it has committed a step last: there its snapshot is, whatever has become of it."""
+        self.meshes = Meshes()
         self.return_points: dict[int, ReturnPoint] = {}
         """Steps that a rollback can reach, though the samples since are not kept."""
         self.stop_reason: str | None = None
@@ -217,6 +242,8 @@ class MasterState:
                 self._save(fact)
             case CheckpointFailed():
                 self.failed_save_step = fact.step
+            case MeshChanged():
+                self.meshes.current = fact if fact.ranks else None
             case IncidentOpened():
                 self.num_incidents = self.open_incident = fact.incident
             case IncidentClosed():
@@ -281,6 +308,7 @@ class MasterState:
                     self.state_format, self.digests = fact.state_format, {}
                 if not fact.adopting:
                     self.stop_reason, self.open_incident = None, 0
+                    self.meshes = Meshes()  # No process of the session before is left.
                     self.session_began = fact.time
             case StageStarted():
                 self.stage = fact.stage
@@ -301,7 +329,8 @@ class MasterState:
     def _commit(self, fact: StepCommitted) -> None:
         self.step = fact.step
         self.digests[fact.step] = fact.state_digest
-        for rank in self.members.live(Role.MODEL):
+        self.meshes.commit(fact.step)
+        for rank in self.meshes.seats or self.members.live(Role.MODEL):
             self.homes[rank] = self.members.members[rank].host
         self.tallies.setdefault(self.stage, Tally()).add(fact.step, fact.metrics)
         if self.ledger.num_kept > SAMPLES_KEPT:
@@ -330,6 +359,7 @@ class MasterState:
         self.digests = {
             s: digest for s, digest in self.digests.items() if s >= step or s in self.return_points
         }
+        self.meshes.keep(self.digests)
         for tally in self.tallies.values():
             tally.settle(step)
 
@@ -344,6 +374,7 @@ class MasterState:
         self.step, self.version = fact.step, -1
         self.lineage += 1
         self.digests = {step: digest for step, digest in self.digests.items() if step <= fact.step}
+        self.meshes.keep(self.digests)
         for tally in self.tallies.values():
             tally.roll_back(fact.step)
         self.evaluations = [done for done in self.evaluations if done.step <= fact.step]

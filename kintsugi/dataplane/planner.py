@@ -16,18 +16,22 @@ SHORTEST_S = 1e-5
 class TransferPlanner:
     """Link costs measured so far, and the kind of plan in use. A new master starts from the assumptions."""
 
-    def __init__(self, *, bytes_per_s: float | None = None, model_ranks: int = 1) -> None:
-        """`bytes_per_s` limits the samples that one host receives from others. `model_ranks` ranks in a row compute
-        the same samples."""
-        self._model_ranks = model_ranks
+    def __init__(self, *, bytes_per_s: float | None = None) -> None:
+        """`bytes_per_s` limits the samples that one host receives from others."""
         self.links = LinkCosts()
         self._bytes_per_s = bytes_per_s
         self._last = ""
 
     def plan(
-        self, shards: Sequence[LogicalShard], *, ranks: Sequence[str], hosts: Mapping[str, str]
+        self,
+        shards: Sequence[LogicalShard],
+        *,
+        ranks: Sequence[str],
+        hosts: Mapping[str, str],
+        model_ranks: int = 1,
     ) -> tuple[TransferPlan, bool]:
-        """Plan a batch; also return whether the plan is of another kind than the last one."""
+        """Plan a batch; also return whether the plan is of another kind than the last one. `model_ranks` ranks in a
+        row compute the same samples."""
         plan = choose_plan(
             shards,
             ranks=ranks,
@@ -35,7 +39,7 @@ class TransferPlanner:
             links=self.links,
             last=self._last,
             bytes_per_s=self._bytes_per_s,
-            model_ranks=self._model_ranks,
+            model_ranks=model_ranks,
         )
         changed = plan.name != self._last
         self._last = plan.name

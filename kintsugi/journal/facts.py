@@ -292,6 +292,16 @@ class StrategyChosen(_Fact, frozen=True):
     alternatives: tuple[str, ...] = ()
 
 
+class MeshChanged(_Fact, frozen=True):
+    """The ranks hold other parts of the state from the next step on, because ranks are lost or have come back."""
+
+    shards: int
+    stages: int
+    tensors: int
+    ranks: tuple[str, ...] = ()
+    """Ranks in the order of their seats (`model.seats.Mesh.ranks`); empty: as configured."""
+
+
 class CauseDiagnosed(_Fact, frozen=True):
     """The diagnosis named the cause of a problem: of an incident, or of a slowdown."""
 
@@ -352,6 +362,7 @@ Fact = (
     | IncidentOpened
     | FaultNoted
     | StrategyChosen
+    | MeshChanged
     | IncidentClosed
     | CauseDiagnosed
 )

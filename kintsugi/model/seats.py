@@ -11,9 +11,11 @@ holds the whole state. Rank i holds box i modulo their number. Tensors vary fast
                     data-parallel        0        0        1        1        2        2        3        3
 
 Ranks with one data-parallel index compute the same samples together. Every box is held by `actor.layout.replicas`
-ranks. A process keeps its box for the whole run: a replacement finds the box that the lost rank left. Without stages
-and tensors a group is any set of ranks that together hold every box, some of them perhaps more often than others; with
-them it is all ranks.
+ranks. A replacement finds the box that the lost rank left. Without stages and tensors a group is any set of ranks that
+together hold every box, some of them perhaps more often than others; with them it is all ranks.
+
+Where that is not possible, because ranks are lost and nothing can be started in their place, the ranks that live are
+given seats of a smaller mesh (`fitting`), in which `Mesh.ranks` names them; those that are left over are idle.
 
 The digest of the whole state is that of its boxes, in their order: "9f…" of one box, "9f….07…" of two shards,
 "1x2x1:9f….07…" of two stages.
@@ -85,6 +87,24 @@ class Seat(msgspec.Struct, frozen=True):
             return ""
         return f"{self.number}/{self.boxes}" + (f" of {self.mesh}" if self.mesh.model_ranks > 1 else "")
 
+    @classmethod
+    def of(cls, box: str) -> Seat:
+        """The place with the box of this name.
+
+        >>> Seat.of("1/4"), Seat.of("2/4 of 2x2x1"), Seat.of("")
+        (Seat(shard=1, shards=4, stage=0, stages=1, tensor=0, tensors=1), \
+Seat(shard=1, shards=2, stage=0, stages=2, tensor=0, tensors=1), \
+Seat(shard=0, shards=1, stage=0, stages=1, tensor=0, tensors=1))
+        """
+        if not box:
+            return WHOLE
+        place, _, cut = box.partition(" of ")
+        number, boxes = (int(each) for each in place.split("/"))
+        if not cut:
+            return Mesh(boxes).seat(number)
+        shards, stages, tensors = (int(size) for size in cut.split("x"))
+        return Mesh(shards, stages, tensors).seat(number)
+
 
 WHOLE = Seat()
 
@@ -95,9 +115,29 @@ class Mesh(msgspec.Struct, frozen=True):
     shards: int = 1
     stages: int = 1
     tensors: int = 1
+    ranks: tuple[str, ...] = ()
+    """Ranks in the order of their seats, of a mesh that has taken the place of the configured one. Empty: the rank with
+    number i has seat i."""
 
     def __str__(self) -> str:
         return f"{self.shards}x{self.stages}x{self.tensors}"
+
+    @property
+    def shape(self) -> Mesh:
+        """The parts, without the ranks that hold them."""
+        return Mesh(self.shards, self.stages, self.tensors)
+
+    def number_of(self, process: str) -> int:
+        """Number of a rank's seat.
+
+        >>> Mesh(2).number_of("model-3"), Mesh(2, ranks=("model-0", "model-3")).number_of("model-3")
+        (3, 1)
+        """
+        return self.ranks.index(process) if self.ranks else number_of(process)
+
+    def seated(self, ranks: Sequence[str]) -> tuple[str, ...]:
+        """Those of some ranks that have a seat, in the order of the seats; the others are idle."""
+        return tuple(name for name in self.ranks if name in ranks) if self.ranks else tuple(ranks)
 
     @property
     def boxes(self) -> int:
@@ -151,12 +191,12 @@ def number_of(process: str) -> int:
 
 def seat_of(process: str, mesh: Mesh) -> Seat:
     """`seat_of("model-3", Mesh(shards=2)) == Seat(shard=1, shards=2)`."""
-    return WHOLE if mesh.boxes == 1 else mesh.seat(number_of(process))
+    return WHOLE if mesh.boxes == 1 else mesh.seat(mesh.number_of(process))
 
 
 def replica_of(process: str, mesh: Mesh) -> int:
     """Number of the ranks that hold the whole state together: `replica_of("model-3", Mesh(shards=2)) == 1`."""
-    return number_of(process) // mesh.boxes
+    return mesh.number_of(process) // mesh.boxes
 
 
 def speakers(ranks: Sequence[str], mesh: Mesh) -> frozenset[str]:
@@ -176,6 +216,44 @@ def without_holder(ranks: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
     """
     held = {seat_of(name, mesh).number for name in ranks}
     return tuple(mesh.seat(box).box for box in range(mesh.boxes) if box not in held)
+
+
+def fitting(ranks: Sequence[str], mesh: Mesh, *, slices: int = 1) -> Mesh:
+    """The largest mesh, no larger along any axis than the configured one, that these ranks can hold. `slices`: logical
+    slices of a matrix, which the number of tensors divides.
+
+    As long as there are enough of them each has the same layers and slices as before, and there are fewer shards; one
+    that is left over is idle. Fewer than make up one model have fewer stages or tensors.
+
+    >>> fitting(["model-0", "model-1", "model-3"], Mesh(4))
+    Mesh(shards=3, stages=1, tensors=1, ranks=('model-0', 'model-1', 'model-3'))
+    >>> fitting(["model-0", "model-2", "model-3"], Mesh(shards=2, stages=2)).ranks
+    ('model-0', 'model-2')
+    """
+    assert ranks, "a mesh needs a rank"
+    stages, tensors = mesh.stages, mesh.tensors
+    if mesh.model_ranks > len(ranks):
+        cuts = [
+            (count, parts)
+            for count in range(1, mesh.stages + 1)
+            for parts in range(1, mesh.tensors + 1)
+            if count * parts <= len(ranks) and slices % parts == 0
+        ]
+        stages, tensors = max(cuts, key=lambda cut: (cut[0] * cut[1], cut[0]))
+    columns = len(ranks) // (stages * tensors)
+    shards = min(mesh.shards, columns)
+    return Mesh(shards, stages, tensors, tuple(ranks[: columns * stages * tensors]))
+
+
+def snapshots_of(process: str, seat: Seat, mesh: Mesh) -> str:
+    """Name under which a rank's snapshots of a box are kept; that of the process for its box of the configured mesh.
+
+    >>> snapshots_of("model-3", Seat(3, 4), Mesh(4)), snapshots_of("model-3", Seat(2, 3), Mesh(4))
+    ('model-3', 'model-3@2-of-3x1x1')
+    """
+    if seat == seat_of(process, mesh.shape):
+        return process
+    return f"{process}@{seat.number}-of-{seat.mesh}"
 
 
 @lru_cache(maxsize=8)

@@ -6,6 +6,8 @@ latest one it has carried out.
 
 from __future__ import annotations
 
+import msgspec
+
 from kintsugi.protocol.body import MessageBody
 from kintsugi.protocol.bulk import BulkOffer
 from kintsugi.types import WeightManifest
@@ -32,6 +34,14 @@ class DeviceClean(MessageBody, frozen=True):
     sequence: int
 
 
+class MeshShape(msgspec.Struct, frozen=True):
+    """Parts of the state along each axis (`model.seats.Mesh`)."""
+
+    shards: int = 1
+    stages: int = 1
+    tensors: int = 1
+
+
 class RebuildGroup(MessageBody, frozen=True):
     """Destroy the process group, join its next generation, and test it with a collective."""
 
@@ -44,6 +54,27 @@ class RebuildGroup(MessageBody, frozen=True):
     timeout_s: float = 30.0
     """Time to wait for the other ranks. Shorter than the master's deadline for the reply, so that the reply can name
     the rank that is missing."""
+    mesh: MeshShape | None = None
+    """Mesh whose seats these ranks take, in their order; None: the configured one, where rank i has seat i."""
+    step: int = -1
+    """Agreed step. A rank that takes another seat adopts it, where it is prepared, and keeps its box for the others."""
+
+
+class BoxCopy(msgspec.Struct, frozen=True):
+    """Place of one box of a state."""
+
+    source: str
+    """As in `Repair.sources`, without checkpoints."""
+    owner: str
+    """Name under which its holder keeps snapshots of it (`model.seats.snapshots_of`)."""
+
+
+class BoxCopies(msgspec.Struct, frozen=True):
+    """Places of one box of a state, best first."""
+
+    box: str
+    digest: str
+    copies: tuple[BoxCopy, ...]
 
 
 class Repair(MessageBody, frozen=True):
@@ -56,6 +87,12 @@ class Repair(MessageBody, frozen=True):
     sequence: int
     digest: str = ""
     """Expected digest of the state; empty when it is not known."""
+    boxes: tuple[BoxCopies, ...] = ()
+    """All boxes of the state as it was cut when the step was committed, where the group cuts it otherwise now: tried
+    when no source has the rank's own."""
+    begun: str = ""
+    """Stage that ranks may have begun at this step, so that none of them has the boxes as they were committed; empty if
+    the next step belongs to the same stage."""
 
 
 class Rollback(MessageBody, frozen=True):
@@ -110,6 +147,7 @@ class FetchState(MessageBody, frozen=True):
 
     step: int
     owner: str = ""
+    """Where a rank is asked for another box than its own: the name under which the snapshots of it are kept."""
     box: str = ""
     """Part of the state that is asked for (`model.seats.Seat.box`); empty for all of it."""
 

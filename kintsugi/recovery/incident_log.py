@@ -53,6 +53,8 @@ class Incident:
         """Number of repairs that failed since the last rollback."""
         self.sent_home: set[str] = set()
         """Ranks that were started again on the host of their snapshot."""
+        self.does_not_fit = ""
+        """Reason why the live ranks can not hold the state of those that are missing as well, where it is known."""
         self.fell_back = False
         """Whether the run has already returned to an earlier step."""
 
@@ -119,7 +121,7 @@ class IncidentLog:
         living: tuple[str, ...],
         replacements_fail: bool,
         step_s: float,
-        uncovered: tuple[str, ...] = (),
+        cut_over: tuple[str, ...] = (),
     ) -> FaultSituation:
         """Return the situation from which a strategy is chosen."""
         current = self.current
@@ -135,7 +137,8 @@ class IncidentLog:
             replacements_fail=replacements_fail,
             start_s=self.start_s,
             step_s=step_s,
-            uncovered=uncovered,
+            cut_over=cut_over,
+            does_not_fit=current.does_not_fit if current else "",
         )
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ is carried out again, which changes nothing, and afterwards it is only answered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -24,6 +24,7 @@ import msgspec
 
 from kintsugi.errors import IntegrityError, RefusedError, WorldError
 from kintsugi.protocol.recovery import (
+    BoxCopies,
     DeviceClean,
     DeviceStop,
     NotifyNormal,
@@ -40,6 +41,8 @@ SNAPSHOT_PREFIX = "snapshot:"
 """Prefix of a source: snapshots of the named process in the memory of this host's agent."""
 OWN_STATE = "own"
 """Source of a repair that found nothing to repair."""
+OTHER_BOXES = "boxes"
+"""Source of a repair that assembled the state from boxes of another mesh."""
 
 
 class Flow(StrEnum):
@@ -79,6 +82,11 @@ class Adapter(Protocol):
 
     def repair(self, step: int, *, source: str, digest: str) -> None:
         """Load the committed state of `step` from this source; verified (by `digest`, unless empty) before use."""
+        ...
+
+    def assemble(self, step: int, *, boxes: Sequence[BoxCopies], digest: str, begun: str) -> None:
+        """Load the committed state of `step` from the boxes of another mesh; each is verified before use. They may be
+        those with which the stage `begun` has begun."""
         ...
 
     def rollback(self, step: int) -> None:
@@ -180,9 +188,14 @@ class Processor:
         if self._adapter.flow is Flow.ROLLBACK and request.digest and self._fault_of(request) is None:
             return OWN_STATE
         failures: list[str] = []
-        for source in request.sources:
+        for source in (*request.sources, *([OTHER_BOXES] if request.boxes else [])):
             try:
-                self._adapter.repair(request.step, source=source, digest=request.digest)
+                if source == OTHER_BOXES:
+                    self._adapter.assemble(
+                        request.step, boxes=request.boxes, digest=request.digest, begun=request.begun
+                    )
+                else:
+                    self._adapter.repair(request.step, source=source, digest=request.digest)
                 fault = self._fault_of(request)
                 if fault is not None:
                     raise IntegrityError(fault)

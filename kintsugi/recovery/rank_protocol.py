@@ -11,6 +11,7 @@ No rank is special: the first rank of a generation serves its store, and the nex
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 import msgspec
@@ -19,8 +20,10 @@ from kintsugi.errors import StatesDiverged
 from kintsugi.model.seats import Mesh, digest_of_box, joined, seat_of
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import (
+    BoxCopies,
     DeviceClean,
     DeviceStop,
+    MeshShape,
     NotifyNormal,
     PreLock,
     RankReady,
@@ -61,7 +64,14 @@ class RankSet(msgspec.Struct, frozen=True):
     flow: str = Flow.ROLLBACK
     """Flow of the framework. One that cannot roll back has every rank repaired from its snapshot instead."""
     mesh: Mesh = Mesh()
-    """Parts into which the state is cut; each rank holds one of them."""
+    """Parts into which the state is cut; each rank of the group that is formed now holds one of them."""
+    boxes: Mapping[str, tuple[BoxCopies, ...]] = MappingProxyType({})
+    """Process → places of the boxes of `step`, where it was cut otherwise."""
+
+    @property
+    def seated(self) -> tuple[str, ...]:
+        """Live ranks that have a seat, in the order of the seats."""
+        return self.mesh.seated(self.living)
 
     def box_of(self, name: str) -> str:
         return seat_of(name, self.mesh).box
@@ -92,6 +102,8 @@ class RankProtocol:
         self.generation = 0
         self.ranks: tuple[str, ...] = ()
         """Ranks of the current group, in rank order."""
+        self.mesh = Mesh()
+        """Parts into which the current group cuts the state."""
         self.smaller = False
         """Continue with the live ranks only."""
         self.since: dict[RecoveryState, float] = {}
@@ -129,10 +141,10 @@ class RankProtocol:
         self._enter(_E.FAULT, now)
         return self._order(ranks, now)
 
-    def adopt(self, ranks: tuple[str, ...], *, generation: int) -> None:
+    def adopt(self, ranks: tuple[str, ...], *, generation: int, mesh: Mesh) -> None:
         """Take over the group of the last master, whose ranks go on undisturbed."""
         assert self.state is _S.NORMAL, "a new master has begun no recovery"
-        self.ranks, self.generation = ranks, generation
+        self.ranks, self.generation, self.mesh = ranks, generation, mesh
 
     def answered(self, process: str, body: Body, ranks: RankSet, now: float) -> RankOrders | None:
         """Take the answer of a rank; return orders if it was the last of its round, else None."""
@@ -240,12 +252,15 @@ class RankProtocol:
         return dict.fromkeys(self._locked(ranks), DeviceClean(self._sequence))
 
     def _rebuild(self, ranks: RankSet) -> dict[str, Body]:
-        self.ranks = ranks.living
+        self.ranks, self.mesh = ranks.seated, ranks.mesh
         self.generation += 1
         store = ranks.stores.get(self.ranks[0], "")
-        return dict.fromkeys(
-            self.ranks, RebuildGroup(self.generation, self.ranks, store, sequence=self._sequence)
+        mesh = self.mesh
+        shape = MeshShape(mesh.shards, mesh.stages, mesh.tensors) if mesh.ranks else None
+        body = RebuildGroup(
+            self.generation, self.ranks, store, sequence=self._sequence, mesh=shape, step=ranks.step
         )
+        return dict.fromkeys(self.ranks, body)
 
     def _repair(self, ranks: RankSet) -> dict[str, Body]:
         """Repair the ranks that are not at the agreed step; without rollback all ranks, and first those that hold the
@@ -268,8 +283,12 @@ class RankProtocol:
             rest = [source for source in ranks.sources.get(name, ()) if source not in own]
             box = ranks.box_of(name)
             replicas = [other for other in holders if other != name and ranks.box_of(other) == box]
-            sources = (*own, *replicas, *rest)
-            bodies[name] = Repair(ranks.step, sources, self._sequence, self._expected(ranks, name))
+            boxes = ranks.boxes.get(name, ())
+            # The digest of a box that was not committed as such is not known: snapshots of it may be of other weights.
+            sources = (*replicas, *rest) if boxes else (*own, *replicas, *rest)
+            begun = ranks.next_stage if ranks.next_stage != ranks.stage else ""
+            digest = self._expected(ranks, name)
+            bodies[name] = Repair(ranks.step, sources, self._sequence, digest, boxes, begun if boxes else "")
         return bodies
 
     def _rollback(self, ranks: RankSet) -> dict[str, Body]:

@@ -5,8 +5,8 @@ Strategies in their order; each is tried when the one before cannot help:
     continue   only the master was lost: its successor takes the group over, and the step under way goes on
     retry      no rank is lost: every rank returns to the agreed step and repeats it
     recover    lost ranks are replaced; their state comes from a snapshot or a replica
-    elastic    no replacement starts: the live ranks continue, and the group grows back later; if the state is cut, only
-               while each of its parts has a rank
+    elastic    no replacement starts: the live ranks continue, and the group grows back later; if a part of the state
+               has no rank left, it is cut again over the live ones
     dump       nothing helps: the last good state is written as a checkpoint
     exit       the run ends with the first fault as its cause
 
@@ -84,8 +84,11 @@ class FaultSituation(msgspec.Struct, frozen=True):
     """Duration of the last start of a replacement, or an estimate."""
     step_s: float
     """Duration of a step."""
-    uncovered: tuple[str, ...] = ()
-    """Parts of a state that is cut which none of the live ranks is there to hold."""
+    cut_over: tuple[str, ...] = ()
+    """Ranks over which the state is cut again if they continue alone, because a part of it has no rank left; the other
+    live ones are idle then."""
+    does_not_fit: str = ""
+    """Reason why they can not hold it, where it is known."""
 
 
 class RecoveryOption(msgspec.Struct, frozen=True):
@@ -156,9 +159,10 @@ def _elastic(situation: FaultSituation) -> RecoveryOption:
     why = unrecoverable_reason(situation)
     if not why and not situation.living:
         why = "no rank lives"
-    if not why and situation.uncovered:
-        why = f"no rank is left for part {', '.join(situation.uncovered)} of the state"
-    more = len(situation.missing) / max(1, len(situation.living))
+    if not why and situation.cut_over:
+        why = situation.does_not_fit
+    used = len(situation.cut_over) or len(situation.living)
+    more = (len(situation.missing) + len(situation.living) - used) / max(1, used)
     lasting = f"then every step up to {more:.0%} longer" if situation.missing else ""
     return RecoveryOption(Strategy.ELASTIC, situation.step_s, why, lasting)
 
@@ -176,6 +180,8 @@ def _why(situation: FaultSituation, chosen: RecoveryOption) -> str:
             return f"{', '.join(gone) or 'the broken process'} replaced, the rest stays"
         case Strategy.ELASTIC:
             whole = len(situation.living) + len(situation.missing)
-            return f"{len(situation.living)} of {whole} ranks continue without {', '.join(situation.missing)}"
+            used = len(situation.cut_over) or len(situation.living)
+            again = ", over which the state is cut again" if situation.cut_over else ""
+            return f"{used} of {whole} ranks continue without {', '.join(situation.missing)}{again}"
         case _:
             return unrecoverable_reason(situation) or "no rank lives and no replacement comes"

@@ -12,7 +12,7 @@ from kintsugi.control.master import Master
 from kintsugi.control.placement import plan_layout
 from kintsugi.control.protocol import Began
 from kintsugi.journal.facts import Fact, FilterReason, SampleQuarantined, StepCommitted, TicketFiltered
-from kintsugi.model.seats import mesh_of
+from kintsugi.model.seats import Seat, mesh_of
 from kintsugi.protocol.agents import StartProcess
 from kintsugi.recovery.rank import Flow
 from kintsugi.simulation.coverage import Coverage
@@ -210,18 +210,24 @@ class SimulatedCluster:
     def _survives(self, step: int) -> str:
         """Return the holders of the state of a step, of each of its boxes: live ranks, or the memory of hosts. Empty if
         one of the boxes has no holder."""
-        holders: dict[str, str] = {}
+        holders: dict[int, dict[str, str]] = {}
+        """Number of boxes → box → a holder: some may be left of a step that ranks of another mesh have assembled."""
+
+        def note(box: str, holder: str) -> None:
+            holders.setdefault(Seat.of(box).boxes, {}).setdefault(box, holder)
+
         for host in self.hosts.values():
             for child in host.children.values():
                 if isinstance(child, SimulatedRank) and not child.stopped:
                     committed = child.adapter.committed
                     if committed.step == step:
-                        holders.setdefault(committed.box, child.name)
+                        note(committed.box, child.name)
             for owner, kept in host.memory.snapshots.items():
                 for snapshot in kept:
                     if snapshot.step == step:
-                        holders.setdefault(snapshot.box, f"{host.name} (snapshot of {owner})")
-        return ", ".join(holders.values()) if len(holders) == self.config.actor.layout.boxes else ""
+                        note(snapshot.box, f"{host.name} (snapshot of {owner})")
+        complete = (found for boxes, found in holders.items() if len(found) == boxes)
+        return ", ".join(next(complete, {}).values())
 
     def _saved_steps(self) -> dict[str, int]:
         """Path of each checkpoint → its step."""

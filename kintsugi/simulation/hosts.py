@@ -149,11 +149,11 @@ class SimulatedAgent(SimulatedWorker):
             case Inspect():
                 self.endpoint.reply(delivery, self._inspect(self._child(body.process, body.incarnation)))
             case KeepState():
-                self.home.memory.replicas[body.owner] = state_of(body.state)
+                self.home.memory.keep(state_of(body.state))
                 self.endpoint.reply(delivery, Ok())
             case FetchState():
-                kept = self.home.memory.replicas.get(body.owner)
-                if kept is not None and (kept.step, kept.box) == (body.step, body.box):
+                kept = self.home.memory.replicas.get((body.box, body.step))
+                if kept is not None:
                     self.endpoint.reply(delivery, state_message(kept))
                 else:
                     self.endpoint.fail(delivery, "RefusedError", f"no copy of step {body.step}")

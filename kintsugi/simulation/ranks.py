@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kintsugi.errors import Fault, GroupBroken, KintsugiError, RefusedError
-from kintsugi.model.seats import Mesh, seat_of
+from kintsugi.model.seats import Mesh, Seat, seat_of
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import (
@@ -47,7 +47,14 @@ from kintsugi.protocol.weights import FetchWeights, Publish, Published, WeightsF
 from kintsugi.recovery.rank import Flow, Operation, Processor
 from kintsugi.recovery.step_calls import StepCalls
 from kintsugi.simulation.groups import WORLD, Groups, SimulatedGroup, disagreements, members_of
-from kintsugi.simulation.replay_adapter import ReplayAdapter, ReplaySnapshot, Snapshots
+from kintsugi.simulation.replay_adapter import (
+    SHARED,
+    ReplayAdapter,
+    ReplaySnapshot,
+    Snapshots,
+    digest_of,
+    grains_of,
+)
 from kintsugi.simulation.workers import FETCH_DEADLINE_S, SimulatedWorker, drawn_digest
 from kintsugi.transport.rpc import Delivery
 from kintsugi.types import Role, StreamSource, WeightManifest, process_id
@@ -116,8 +123,16 @@ class HostMemory:
         self.unfinished = unfinished
         """Boxes that ranks have written for checkpoints that are being saved, by the name of the save."""
         self.snapshots: Snapshots = {}
-        self.replicas: dict[str, ReplaySnapshot] = {}
-        """Rank of another host → the latest state that it sent."""
+        self.replicas: dict[tuple[str, int], ReplaySnapshot] = {}
+        """Box and step → its state, which a rank of another host has sent: the latest two of each box."""
+
+    def keep(self, state: ReplaySnapshot) -> None:
+        """As `cluster.peer_snapshots`: later steps were undone, of earlier ones the last stays."""
+        steps = sorted(step for box, step in self.replicas if box == state.box)
+        for step in steps:
+            if step >= state.step or step != max([each for each in steps if each < state.step]):
+                del self.replicas[state.box, step]
+        self.replicas[state.box, state.step] = state
 
 
 class SimulatedRank(SimulatedWorker):
@@ -139,14 +154,14 @@ class SimulatedRank(SimulatedWorker):
         self._violated = violated
         self._rendezvous, self._memory = rendezvous, memory
         self._ranks = [process_id(Role.MODEL, index) for index in range(num_ranks)]
-        self.seat, self._mesh = seat_of(self.name, mesh), mesh
         self.adapter = ReplayAdapter(
             self.name,
             memory.snapshots,
             flow=flow,
             fetch=self._fetch,
             probe=self._probe,
-            box=self.seat.box,
+            mesh=mesh,
+            fetch_box=self._fetch_box,
         )
         self.processor = Processor(self.adapter)
         self.capabilities = {"store": self.address, "flow": flow.value}
@@ -156,7 +171,7 @@ class SimulatedRank(SimulatedWorker):
         """Those of the current generation; none while it is being formed, or has ended."""
         self._joined: dict[str, SimulatedGroup] = {}
         """Groups of the generation that is being formed."""
-        self._found: dict[tuple[str, int], ReplaySnapshot | Fault] = {}
+        self._found: dict[tuple[str, int, str, str], ReplaySnapshot | Fault] = {}
         self._busy: Delivery | None = None
         self._backlog: deque[Delivery] = deque()
         self._step_calls = StepCalls()
@@ -316,12 +331,25 @@ class SimulatedRank(SimulatedWorker):
             else:
                 why = f"version {body.version} is not published here, {self._published} is"
                 self.endpoint.fail(delivery, "RefusedError", why)
+        elif body.owner and body.box != state.box:
+            self._answer_other_box(delivery, body)
         elif (
             state.step == body.step and state.box == body.box and state.stage and self._has_committed_state()
         ):
             self.endpoint.reply(delivery, state_message(state))
         else:
             self.endpoint.fail(delivery, "RefusedError", f"stands at step {state.step}, not at {body.step}")
+
+    def _answer_other_box(self, delivery: Delivery, body: FetchState) -> None:
+        """Give a box that this rank held before, or a lost rank of this host."""
+        held = self._memory.snapshots.get(body.owner, ())
+        found = [each for each in held if (each.step, each.box) == (body.step, body.box)]
+        if found:
+            self.endpoint.reply(delivery, state_message(found[-1]))
+        else:
+            self.endpoint.fail(
+                delivery, "RefusedError", f"no box {body.box} of step {body.step} of {body.owner}"
+            )
 
     def _has_committed_state(self) -> bool:
         """Return whether the committed state exists: a half-made update keeps it, unless the device was reset."""
@@ -391,12 +419,12 @@ class SimulatedRank(SimulatedWorker):
         if not arrived:
             return
         for problem in disagreements(
-            {rank.name: rank._groups for rank in arrived}, self._members, self._mesh
+            {rank.name: rank._groups for rank in arrived}, self._members, self.adapter.mesh
         ):
             self._violated(problem)
         shares: dict[int, list[str]] = {}
         for rank in arrived:  # Those that compute a model together have the same samples.
-            part = self._mesh.data_index(self._members.index(rank.name))
+            part = self.adapter.mesh.data_index(self._members.index(rank.name))
             share = shares.setdefault(part, rank._share())
             assert share == rank._share(), f"{rank.name} has other samples than its neighbours"
         samples = [sample for share in shares.values() for sample in share]
@@ -425,7 +453,7 @@ class SimulatedRank(SimulatedWorker):
             keys = [*samples, f"{call.call} after {before}"]
             digest = self.adapter.train(call.step, keys, prepares=call.prepares)
         outputs: dict[str, dict[str, float]] = {}
-        if call.interface == "reference_inference" and self.seat.is_last:
+        if call.interface == "reference_inference" and self.adapter.seat.is_last:
             outputs["reference_kl"] = {
                 key: float(len(key) + int(says, 16) % 7) for key, says in self._samples.items()
             }
@@ -466,20 +494,21 @@ class SimulatedRank(SimulatedWorker):
             return
         delay_s = self.world.random.uniform(0.05, LONGEST_SAVE_S)
         path = f"{request.folder}/step-{state.step}"
-        if self._mesh.boxes == 1:
+        mesh, seat = self.adapter.mesh, self.adapter.seat
+        if mesh.boxes == 1:
             self.after(delay_s, self._saved, state, path, {})
             return
         self._num_saves += 1
         name = f"{path} by {self.name} {self.incarnation} {self._num_saves}"
         boxes = self._memory.unfinished[name] = {}
-        for box in range(self._mesh.boxes):
-            if box != self.seat.number:
-                seat = self._mesh.seat(box)
-                others = [rank for rank in self._ranks if seat_of(rank, self._mesh) == seat]
-                self.after(delay_s, self._ask_box, others, state, path, name)
+        for box in range(mesh.boxes):
+            if box != seat.number:
+                ranks = mesh.ranks or self._ranks
+                others = [rank for rank in ranks if seat_of(rank, mesh) == mesh.seat(box)]
+                self.after(delay_s, self._ask_box, mesh.seat(box).box, others, state, path, name)
         self.after(delay_s, self._saved, state, path, boxes)
 
-    def _ask_box(self, others: list[str], state: ReplaySnapshot, path: str, name: str) -> None:
+    def _ask_box(self, box: str, others: list[str], state: ReplaySnapshot, path: str, name: str) -> None:
         """Ask the first of these ranks to write its box, and the next one if it does not."""
         if not self._awaiting_save:
             return
@@ -494,10 +523,10 @@ class SimulatedRank(SimulatedWorker):
             if isinstance(answer, PieceSaved):
                 self._saved(state, path, self._memory.unfinished[name])
             else:
-                self._ask_box(others[1:], state, path, name)
+                self._ask_box(box, others[1:], state, path, name)
 
         manifest = WeightManifest(state.step, state.step, (), 0, state.digest)
-        body = SavePiece(name, StateFetched(manifest, state.stage, 0, 0))
+        body = SavePiece(name, StateFetched(manifest, state.stage, 0, 0, box=box))
         self.endpoint.request(others[0], body, deadline_s=FETCH_DEADLINE_S, on_done=answered)
 
     def _begin_box(self, delivery: Delivery, request: SavePiece) -> None:
@@ -506,7 +535,8 @@ class SimulatedRank(SimulatedWorker):
         if standing.prepared_step == step and not standing.half_updated:
             self.adapter.commit(step)  # A step that is not committed is never saved.
         state = self.adapter.committed
-        if (state.step, state.stage) != (step, request.state.stage) or not self._has_committed_state():
+        wanted = step, request.state.stage, request.state.box
+        if (state.step, state.stage, state.box) != wanted or not self._has_committed_state():
             self.endpoint.fail(delivery, "RefusedError", f"stands at step {state.step}, not at {step}")
             return
         delay_s = self.world.random.uniform(0.01, LONGEST_SAVE_S)
@@ -519,7 +549,7 @@ class SimulatedRank(SimulatedWorker):
     def _saved(self, state: ReplaySnapshot, path: str, others: dict[str, ReplaySnapshot]) -> None:
         """Put a checkpoint in place, once all its boxes are written."""
         boxes = {**others, state.box: state}
-        if len(boxes) < self._mesh.boxes or not self._awaiting_save:
+        if len(boxes) < Seat.of(state.box).boxes or not self._awaiting_save:
             return
         assert {(box.step, box.stage) for box in boxes.values()} == {(state.step, state.stage)}
         self._memory.checkpoints[path] = boxes
@@ -559,7 +589,7 @@ class SimulatedRank(SimulatedWorker):
 
     def _has_met(self, request: RebuildGroup) -> bool:
         """Whether all groups of a generation are formed, so that the rank can take it over."""
-        members = members_of(self.name, request.ranks, self._mesh)
+        members = members_of(self.name, request.ranks, self.adapter.mesh_of(request))
         return self._joined.keys() == members.keys() and self._joined[WORLD].generation == request.generation
 
     def _meet(self, request: RebuildGroup) -> None:
@@ -570,7 +600,7 @@ class SimulatedRank(SimulatedWorker):
 
     def _meet_next(self, request: RebuildGroup) -> None:
         """Arrive at the meeting point of the next group."""
-        members = members_of(self.name, request.ranks, self._mesh)
+        members = members_of(self.name, request.ranks, self.adapter.mesh_of(request))
         axis = next(axis for axis in members if axis not in self._joined)
         self.place = ("group", request.generation, request.ranks, request.sequence, axis, members[axis])
         arrived = self._rendezvous.arrive(self, expected=members[axis])
@@ -614,8 +644,27 @@ class SimulatedRank(SimulatedWorker):
     def _fetch(self, source: str, step: int) -> ReplaySnapshot:
         """Request a state from a replica, another host's agent or the disk; the answer is kept until it is requested
         again."""
-        saved = self._memory.checkpoints.get(source, {}).get(self.seat.box)
-        found = self._found.get((source, step)) or saved
+        saved = self._memory.checkpoints.get(source)
+        if saved is not None:
+            return self._of_checkpoint(saved)
+        return self._fetch_box(source, step, self.name, self.adapter.box)
+
+    def _of_checkpoint(self, saved: dict[str, ReplaySnapshot]) -> ReplaySnapshot:
+        """The own box, from those of any mesh."""
+        mine = self.adapter.box
+        if mine in saved:
+            return saved[mine]
+        grains: dict[int, int] = {}
+        for box, held in saved.items():
+            grains |= dict(zip(grains_of(box), held.vector[SHARED:], strict=True))
+        first = next(iter(saved.values()))
+        vector = (*first.vector[:SHARED], *(grains[grain] for grain in grains_of(mine)))
+        digest = digest_of(first.step, first.stage, vector, box=mine)
+        return first._replace(vector=vector, digest=digest, box=mine)
+
+    def _fetch_box(self, source: str, step: int, owner: str, box: str) -> ReplaySnapshot:
+        """Request a box from a rank or an agent."""
+        found = self._found.get((source, step, owner, box))
         if isinstance(found, Fault):
             raise RefusedError(found.message, cause=found)
         if found is not None:
@@ -624,13 +673,13 @@ class SimulatedRank(SimulatedWorker):
 
         def fetched(answer: Body | None, fault: Fault | None) -> None:
             if isinstance(answer, StateFetched):
-                self._found[source, step] = state_of(answer)
+                self._found[source, step, owner, box] = state_of(answer)
             else:
                 assert fault is not None
-                self._found[source, step] = fault
+                self._found[source, step, owner, box] = fault
             self._again(attempt)
 
-        body = FetchState(step, owner=self.name, box=self.seat.box)
+        body = FetchState(step, owner=owner, box=box)
         self.world.after(0.0, self.enter, self._ask_state, (source, body, fetched))
         raise NotYet
 

@@ -24,7 +24,7 @@ from kintsugi.checkpoint.manifest import StoredFile
 from kintsugi.checkpoint.store import state_file, tensor_of, write_box
 from kintsugi.errors import RefusedError, StorageError, StorageFull, WorldError
 from kintsugi.model.device_errors import as_world_error
-from kintsugi.model.seats import Seat, replica_of, seat_of
+from kintsugi.model.seats import Mesh, Seat, replica_of, seat_of
 from kintsugi.model.tensor_slices import SliceName
 from kintsugi.process.shell import ReplyHandle
 from kintsugi.protocol.messages import Body
@@ -53,22 +53,24 @@ class BoxWriters:
         *,
         process: str,
         seat: Seat,
+        mesh: Mesh,
         num_ranks: int,
         counters: CopyCounters,
         check: Callable[[], object],
         destination: Path,
         delivery: CheckpointDelivery | None = None,
     ) -> None:
-        """`counters` are those of the state that is saved; `check` raises if the save was given up. `destination` is
-        the hidden folder in the run folder; with `delivery` this rank does not see it."""
+        """`num_ranks`: of the run, unless `mesh` names its ranks. `counters` are those of the state that is saved;
+        `check` raises if the save was given up. `destination` is the hidden folder in the run folder; with `delivery`
+        this rank does not see it."""
         self._ask, self._check = ask, check
         self._destination, self._delivery = destination, delivery
         self._seat, self._counters = seat, counters
-        mine = replica_of(process, seat.mesh)
-        ranks = [process_id(Role.MODEL, index) for index in range(num_ranks)]
-        ranks.sort(key=lambda name: replica_of(name, seat.mesh) != mine)
+        mine = replica_of(process, mesh)
+        ranks = mesh.ranks or [process_id(Role.MODEL, index) for index in range(num_ranks)]
+        near_first = sorted(ranks, key=lambda name: replica_of(name, mesh) != mine)
         self._candidates: Mapping[int, list[str]] = {
-            box: [name for name in ranks if seat_of(name, seat.mesh).number == box]
+            box: [name for name in near_first if seat_of(name, mesh).number == box]
             for box in range(seat.boxes)
             if box != seat.number
         }

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from kintsugi.checkpoint.store import PART_MARK
 from kintsugi.errors import IntegrityError
 from kintsugi.model.arrays import Array, namespace, zeros
-from kintsugi.model.seats import WHOLE, Seat, seat_of, sources_of
+from kintsugi.model.seats import WHOLE, Mesh, Seat, seat_of, sources_of
 from kintsugi.training.group import Group, Groups
 from kintsugi.training.layout import ALIGNMENT, Layout, LayoutPart
 from kintsugi.training.norms import gradient_norm
@@ -91,6 +91,8 @@ class Box:
 
     layout: Layout
     seat: Seat = WHOLE
+    mesh: Mesh | None = None
+    """Seats of the other ranks; None: those of the configured mesh."""
 
     def __post_init__(self) -> None:
         assert self.seat.shards == 1 or not self.layout.has_reference, "a moving reference is not cut"
@@ -98,6 +100,10 @@ class Box:
     @property
     def is_whole(self) -> bool:
         return self.seat.shards == 1
+
+    def seat_of(self, process: str) -> Seat:
+        """Place of another rank of the group."""
+        return seat_of(process, self.mesh or self.seat.mesh)
 
     def stretches(self, part: str) -> tuple[Stretch, Stretch]:
         """Matrices, then norms and biases, of one model."""
@@ -200,7 +206,7 @@ class Box:
             return None
         shards = self.seat.shards
         self._check(group)
-        boxes = tuple(seat_of(name, self.seat.mesh).shard for name in group.ranks)
+        boxes = tuple(self.seat_of(name).shard for name in group.ranks)
         first = self.layout.parts[part].start
         pieces = (
             tuple(stretch.piece(shard, number) for shard in range(shards))
@@ -213,7 +219,7 @@ class Box:
         """One of all ranks for each box."""
         holders: dict[int, int] = {}
         for rank, name in enumerate(world.ranks):
-            holders.setdefault(seat_of(name, self.seat.mesh).number, rank)
+            holders.setdefault(self.seat_of(name).number, rank)
         return [holders[box] for box in range(self.seat.boxes)]
 
     def norm(self, part: str, gradient: Any, groups: Groups | None) -> float:
@@ -258,7 +264,7 @@ class Box:
         """Complete the weights of these models in the type in which they compute, from the boxes of all ranks. A
         collective: all ranks of the group take part."""
         self._check(group)
-        sources = sources_of(tuple(group.ranks), self.seat.mesh)
+        sources = sources_of(tuple(group.ranks), self.mesh or self.seat.mesh)
         for part in parts:
             for stretch in self.stretches(part):
                 for number in range(stretch.num_pieces):
@@ -266,7 +272,7 @@ class Box:
 
     def _check(self, group: Group) -> None:
         """Raise IntegrityError unless every box has a holder in the group."""
-        held = {seat_of(name, self.seat.mesh).shard for name in group.ranks}
+        held = {self.seat_of(name).shard for name in group.ranks}
         seats = (replace(self.seat, shard=shard) for shard in range(self.seat.shards) if shard not in held)
         missing = [seat.box for seat in seats]
         if missing:

@@ -15,13 +15,14 @@ from kintsugi.config.schema import Config, ShareDevice
 from kintsugi.config.stages import Stage
 from kintsugi.device_lease.client import DeviceMemory
 from kintsugi.model.arrays import Array
+from kintsugi.model.seats import Mesh
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
 from kintsugi.telemetry.events import Event
 from kintsugi.training.calls import TrainingCalls
 from kintsugi.training.group import Groups, Interruption
-from kintsugi.training.rank_adapter import LoadState, RankAdapter
+from kintsugi.training.rank_adapter import LoadState, RankAdapter, Seating
 from kintsugi.training.rank_state import RankState
 from kintsugi.weights.publish import DevicePublisher, PublishTransport
 
@@ -47,7 +48,11 @@ class Framework(Protocol):
         """Identity of the accelerator; equal for two processes if they share it."""
         ...
 
-    def open_state(self, config: Config, *, process: str, segments: SnapshotSegments | None) -> RankState: ...
+    def open_state(
+        self, config: Config, *, process: str, segments: SnapshotSegments | None, mesh: Mesh | None = None
+    ) -> RankState:
+        """Open the state of a rank, which is fresh. `mesh`: in place of the configured one."""
+        ...
 
     def fill_initial(self, state: RankState, config: Config) -> None:
         """Fill a fresh state with the weights with which the run begins."""
@@ -72,7 +77,10 @@ class Framework(Protocol):
         load_state: LoadState,
         forget: Callable[[], None],
         interruption: Interruption,
-    ) -> RankAdapter: ...
+        seating: Seating | None = None,
+    ) -> RankAdapter:
+        """`seating`: gives the rank another box of the state, where the framework cuts it."""
+        ...
 
     def score_pairs(
         self,

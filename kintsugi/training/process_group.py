@@ -42,7 +42,7 @@ from torch import Tensor
 
 from kintsugi.errors import DeadlineExceeded, GroupBroken, GroupFailed, Unfit
 from kintsugi.model.device import CPU_IDENTITY, identity
-from kintsugi.model.seats import Mesh, number_of
+from kintsugi.model.seats import Mesh
 from kintsugi.model.torch_internals import (
     Backend,
     GroupStore,
@@ -352,8 +352,8 @@ def join_groups(
         world = join("", range(len(ranks)))
         groups = Groups.of(world)
         if mesh.model_ranks > 1:
-            assert ranks.index(me) == number_of(me), "a model that is cut over ranks needs all of them"
-            groups = _join_parts(mesh, number_of(me), world=world, is_tied=is_tied, join=join)
+            assert ranks.index(me) == mesh.number_of(me), "a model that is cut over ranks needs all of them"
+            groups = _join_parts(mesh, mesh.number_of(me), world=world, is_tied=is_tied, join=join)
         opened.pop_all()
     return groups
 

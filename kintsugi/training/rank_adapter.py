@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from kintsugi.config.stages import Stage
-from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.errors import IntegrityError, RefusedError, WorldError
 from kintsugi.model.arrays import Array
-from kintsugi.protocol.recovery import RankReady, RebuildGroup
+from kintsugi.protocol.recovery import BoxCopies, MeshShape, RankReady, RebuildGroup
 from kintsugi.recovery.rank import SNAPSHOT_PREFIX, Flow
 from kintsugi.training.group import Groups, Interruption, check_sum, known_numbers
+from kintsugi.training.held_boxes import BoxReader
 from kintsugi.training.rank_state import RankState
 from kintsugi.training.snapshots import CopyCounters, StoredState
 
@@ -24,6 +26,18 @@ LoadState = Callable[[int, str], tuple[StoredState, CopyCounters]]
 """Open the committed state of a step at a source: a replica, the agent with the peer copy, or a checkpoint."""
 
 LEAST_PROBE_S = 1.0
+
+
+class Seating(Protocol):
+    """Means of a process to give its rank another box of the state."""
+
+    def take_seat(self, shape: MeshShape | None, ranks: tuple[str, ...], *, step: int) -> RankState:
+        """Return the state of the rank for its seat among these ranks: the one that it has, or a fresh one. The
+        snapshots of the one before, which has committed `step`, stay for the others."""
+        ...
+
+    @property
+    def boxes(self) -> BoxReader: ...
 
 
 class RankAdapter(ABC):
@@ -41,8 +55,9 @@ class RankAdapter(ABC):
         load_state: LoadState,
         forget: Callable[[], None],
         interruption: Interruption,
+        seating: Seating | None = None,
     ) -> None:
-        """`keys` is the key pair of this process.
+        """`keys` is the key pair of this process. `seating`: None where the state is never cut otherwise.
 
         `forget` drops what the rank keeps for the step it is in (samples, log-probabilities, results).
         """
@@ -53,6 +68,7 @@ class RankAdapter(ABC):
         self._load_state = load_state
         self._forget = forget
         self._interruption = interruption
+        self._seating = seating
         self._groups: Groups | None = None
         self._latest_group_id = 0
         """Highest group number that this rank has received, also where joining that group failed."""
@@ -123,6 +139,8 @@ class RankAdapter(ABC):
         self.leave()
         self._latest_group_id = request.generation
         start = time.monotonic()
+        if self._seating is not None:
+            self._state = self._seating.take_seat(request.mesh, request.ranks, step=request.step)
         groups = self._join(request)
         try:
             for group in groups:
@@ -151,6 +169,17 @@ class RankAdapter(ABC):
                 )
             stage = self._stages.get(counters.stage)
             self._state.restore(stored, counters=counters, stage=stage, digest=digest)
+        self._forget()
+
+    def assemble(self, step: int, *, boxes: Sequence[BoxCopies], digest: str, begun: str) -> None:
+        assert self._seating is not None, "a rank that has one box only is not asked for others"
+        reader = self._seating.boxes
+        try:
+            self._state.assemble(step, boxes=boxes, reader=reader, stages=self._stages, digest=digest)
+        except WorldError:
+            if not begun:
+                raise
+            self._state.assemble(step, boxes=boxes, reader=reader, stages=self._stages, begun=begun)
         self._forget()
 
     @abstractmethod

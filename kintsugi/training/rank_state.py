@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -30,11 +30,13 @@ from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.arrays import Array, copied, dtype_name
 from kintsugi.model.partition import ModelPart, is_embedding, local_shapes, part_of, used_shapes
 from kintsugi.model.plan import Companions
-from kintsugi.model.seats import WHOLE, Seat
+from kintsugi.model.seats import WHOLE, Mesh, Seat
 from kintsugi.model.tensor_file import DTYPES
-from kintsugi.model.tensor_slices import ModelSlices, SliceName
+from kintsugi.model.tensor_slices import ModelSlices, SliceName, slices_of
+from kintsugi.protocol.recovery import BoxCopies
 from kintsugi.training.boxes import Box
 from kintsugi.training.group import Group, Groups
+from kintsugi.training.held_boxes import Assembly, BoxForm, BoxReader
 from kintsugi.training.layout import ACTOR, CRITIC, Layout, LayoutPart, reference_by_name
 from kintsugi.training.peer_replication import StateCopy
 from kintsugi.training.reduction import Cut
@@ -80,16 +82,17 @@ class RankState(ABC):
         process: str,
         segments: SnapshotSegments | None,
         seat: Seat = WHOLE,
+        mesh: Mesh | None = None,
         slices: ModelSlices | None = None,
     ) -> None:
-        """`live` holds the state, or the box of it that `seat` names. Snapshots are stored under the name of `process`
-        in the host's `segments`, or in private memory. `slices`: the logical slices of the models that this rank has;
-        by default everything."""
+        """`live` holds the state, or the box of it that `seat` names in `mesh`, which is the configured one by default.
+        Snapshots are stored under the name of `process` in the host's `segments`, or in private memory. `slices`: the
+        logical slices of the models that this rank has; by default everything."""
         self._slices = slices or ModelSlices()
         self.config = config
         self.companions = companions
         self._layout = layout
-        self._box = box = Box(layout, seat)
+        self._box = box = Box(layout, seat, mesh)
         self._live: Any = live
         self._weights, self._moments = box.weights(live), box.moments(live)
         self._process = process
@@ -203,6 +206,40 @@ class RankState(ABC):
     def seat(self) -> Seat:
         """Which box of the state this rank holds."""
         return self._box.seat
+
+    @property
+    def mesh(self) -> Mesh:
+        """Seats of all ranks of the group."""
+        return self._box.mesh or self.seat.mesh
+
+    def enter_mesh(self, mesh: Mesh) -> None:
+        """Hold the same box in a mesh in which other ranks have other seats."""
+        self._box = replace(self._box, mesh=mesh)
+
+    def form_of(self, seat: Seat) -> BoxForm:
+        """How the box of any seat lies in memory."""
+        slices, count = self._slices, self._slices.count
+        if slices.is_cut:
+            slices = ModelSlices(slices_of(seat.tensor, tensors=seat.tensors, count=count), count)
+        shapes = local_shapes(self.config, seat, with_value_head=self.companions.value_head)
+        layout = lay_out(slices.shapes(shapes), self.companions, seat=seat, slices=slices)
+        reference = slices.shapes(used_shapes(self._reference_config, seat))
+        like: Any = self._live[:0].cpu()
+        frozen = LayoutPart.of(reference, is_filled=False)
+        return BoxForm(
+            Box(layout, seat), frozen, like=like, reference_like=like.new_empty(0, dtype=self.dtype)
+        )
+
+    @property
+    def free_device_bytes(self) -> int | None:
+        """Memory that is free on the device of the state; None where that is the memory of the host."""
+        return None
+
+    def release(self) -> Snapshots:
+        """End the life of this state, whose process takes another seat: its memory is free, its snapshots stay."""
+        self._copies.settle()
+        self._weights = self._moments = self._reference = None
+        return self._snapshots
 
     @property
     def model_part(self) -> ModelPart:
@@ -545,6 +582,45 @@ class RankState(ABC):
             digest=digest,
             reference=reference,
             is_older=reference is not None and (not counters.reference or may_differ),
+        )
+        self._become(counters, digest=found, stage=stage, reference=reference)
+
+    def assemble(
+        self,
+        step: int,
+        *,
+        boxes: Sequence[BoxCopies],
+        reader: BoxReader,
+        stages: Mapping[str, Stage],
+        digest: str = "",
+        begun: str = "",
+    ) -> None:
+        """Restore the committed state of `step` from the boxes of another mesh, each of which is verified. `begun`: the
+        stage that has begun at this step, where none has kept the state that was committed."""
+        first = reader.load(step, boxes[0], stage=begun)
+        stage = stages.get(first.counters.stage)
+        if stage is None and first.counters.stage:
+            raise IntegrityError(f"the state belongs to stage {first.counters.stage!r}, which is not ours")
+        has_reference = stage is not None and stage.has_reference and not stage.moves_reference
+        reference = self._new_reference() if has_reference else None
+
+        def read(view: Array) -> None:
+            self._box.zero_filling(view)
+            assembly = Assembly(self._by_name(view, reference))
+            for copies in boxes:
+                if not assembly.needs(self.form_of(Seat.of(copies.box))):
+                    continue
+                held = first if copies is boxes[0] else reader.load(step, copies, stage=begun)
+                if not alike(held.counters, first.counters):
+                    raise IntegrityError(
+                        f"expected box {copies.box!r} at {first.counters}, got it at {held.counters}"
+                    )
+                assembly.add(held)
+            assembly.check()
+
+        # Other layers have another part of the reference, whose digest is in the counters.
+        found, counters = self._copies.fill(
+            first.counters, read, digest=digest, reference=reference, is_older=reference is not None
         )
         self._become(counters, digest=found, stage=stage, reference=reference)
 

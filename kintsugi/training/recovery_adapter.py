@@ -39,7 +39,7 @@ class TorchAdapter(RankAdapter):
 
     def _join(self, request: RebuildGroup) -> Groups:
         return join_groups(
-            self._state.seat.mesh,
+            self._state.mesh,
             group_id=request.generation,
             ranks=request.ranks,
             me=self._process,

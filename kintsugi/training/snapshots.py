@@ -278,7 +278,7 @@ class StateSnapshots:
         self._add_third_slot()
         for index, slot in enumerate(self._snapshots.slots):
             header = slot.header
-            if header is not None and alike(_counters(header), counters):
+            if header is not None and alike(counters_in(header), counters):
                 return self._views[index], self._take_hold(
                     index, SlotHold(counters.step, purpose="save", yields=False)
                 )
@@ -360,7 +360,7 @@ class StateSnapshots:
         self.settle()
         slot, header = find_slot(self._snapshots.slots, step, digest=digest)
         index = self._snapshots.slots.index(slot)
-        counters, view = _counters(header), self._views[index]
+        counters, view = counters_in(header), self._views[index]
         is_loaded = loading is not None and loading.has_loaded(index, header)
         if is_on_accelerator(self._live) and not is_loaded:
             self._load_slot(index)  # A device hashes the copy much faster than the host the original.
@@ -380,7 +380,7 @@ class StateSnapshots:
             raise IntegrityError(
                 f"expected a snapshot of {self._live.nbytes} bytes, got one of {slot.payload.nbytes}"
             )
-        counters, theirs = _counters(header), _view(slot, like=self._live)
+        counters, theirs = counters_in(header), _view(slot, like=self._live)
         self.fill(
             counters,
             lambda view: _copy_on_host(theirs, into=view),
@@ -453,7 +453,7 @@ class StateSnapshots:
         self, stage: str, *, into: Array, digest: str, held: HeldSnapshots | None = None
     ) -> None:
         """Load a stage's reference weights, which hash to `digest`, from this rank's snapshots or from `held`."""
-        slot = held.reference(stage) if held else self._snapshots.reference(stage, size=into.nbytes)
+        slot = held.stored_reference(stage) if held else self._snapshots.reference(stage, size=into.nbytes)
         header = slot.header
         if header is None or header.stage != stage or slot.payload.nbytes != into.nbytes:
             raise RefusedError(f"there are no reference weights of stage {stage!r}")
@@ -683,6 +683,14 @@ def _view(slot: SnapshotSlot, *, like: Array) -> Array:
     return view
 
 
+def slot_view(slot: SnapshotSlot, size: int, *, like: Any) -> Any:
+    """The first elements of a slot's payload, as a flat tensor in host memory of the type of `like`."""
+    num_bytes = size * like.itemsize
+    if slot.payload.nbytes < num_bytes:
+        raise IntegrityError(f"expected a snapshot of {num_bytes} bytes, got one of {slot.payload.nbytes}")
+    return from_buffer(slot.payload[:num_bytes], like=like)
+
+
 def _header(counters: CopyCounters, *, digest: str, serial: int, box: str) -> SlotHeader:
     return SlotHeader(
         counters.step,
@@ -698,7 +706,8 @@ def _header(counters: CopyCounters, *, digest: str, serial: int, box: str) -> Sl
     )
 
 
-def _counters(header: SlotHeader) -> CopyCounters:
+def counters_in(header: SlotHeader) -> CopyCounters:
+    """Counters of the state in a slot."""
     return CopyCounters(
         header.step,
         header.stage,

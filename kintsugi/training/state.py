@@ -13,14 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kintsugi.checkpoint.snapshot import SnapshotSegments
+from kintsugi.checkpoint.snapshot import Snapshots, SnapshotSegments
 from kintsugi.config.schema import ActorSection
 from kintsugi.config.stages import Stage
 from kintsugi.errors import RefusedError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.partition import is_embedding, local_shapes
 from kintsugi.model.plan import ACTOR_ALONE, Companions
-from kintsugi.model.seats import WHOLE, Seat
+from kintsugi.model.seats import WHOLE, Mesh, Seat
 from kintsugi.model.tensor_group import TensorGroup
 from kintsugi.model.tensor_slices import ModelSlices, join_all
 from kintsugi.model.torch_internals import fused_adamw
@@ -50,12 +50,13 @@ class TrainingState(RankState):
         process: str = "model-0",
         segments: SnapshotSegments | None = None,
         seat: Seat = WHOLE,
+        mesh: Mesh | None = None,
         tensors: TensorGroup | None = None,
     ) -> None:
         """Take over `model` (fp32): its parameters become views of the flat weights. Snapshots of the state are stored
         under the name of `process` in the host's `segments`, or in private memory. With `recompute` the trained models
-        keep no activations within their layers. `seat` tells which box of the state this rank holds. With `tensors`
-        all models are computed in its logical slices, of which `model` has this rank's."""
+        keep no activations within their layers. `seat` tells which box of the state this rank holds in `mesh`. With
+        `tensors` all models are computed in its logical slices, of which `model` has this rank's."""
         assert model.dtype == torch.float32, f"master weights are float32, got {model.dtype}"
         self._tensors = tensors
         slices = ModelSlices() if tensors is None else ModelSlices(tensors.slices, tensors.num_slices)
@@ -69,6 +70,7 @@ class TrainingState(RankState):
             process=process,
             segments=segments,
             seat=seat,
+            mesh=mesh,
             slices=slices,
         )
         if self._box.is_whole:
@@ -202,6 +204,23 @@ class TrainingState(RankState):
         parameters = [each for model in models if model is not None for each in model.parameters()]
         frozen = [] if self._reference is None else [self._reference]
         return [self._live, self.gradient, *parameters, *frozen]
+
+    @property
+    def free_device_bytes(self) -> int | None:
+        """Memory that is free on the device, with what the allocator keeps; None on a CPU."""
+        if not self._live.is_cuda:
+            return None
+        device = self._live.device
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+
+    def release(self) -> Snapshots:
+        """End the life of this state: the memory that it has on the device is free at once."""
+        tensors, snapshots = self.resident(), super().release()
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            if storage.resizable():
+                storage.resize_(0)
+        return snapshots
 
     def note_peak(self, part: str = "") -> None:
         """Note the peak of device memory since the last call; `part` is the name of the work that has ended."""

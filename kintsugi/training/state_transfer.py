@@ -18,11 +18,13 @@ from kintsugi.bulk.pull import Pull, Share
 from kintsugi.bulk.server import BulkServer
 from kintsugi.errors import RefusedError
 from kintsugi.model.arrays import Array, is_on_accelerator, view_of
+from kintsugi.model.seats import Seat
 from kintsugi.model.tensor_file import TensorPlace, stored_dtype
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import FetchState, StateFetched
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.digests import piece_digest
+from kintsugi.training.held_boxes import BoxReader, read_box
 from kintsugi.training.peer_replication import describe_state, piece_range, state_export
 from kintsugi.training.rank_state import RankState
 from kintsugi.training.snapshots import CopyCounters, counters_of, state_fetched
@@ -38,16 +40,22 @@ Ask = Callable[[str, Body], Reply]
 class StateSource:
     """Offers the committed state of this rank from its snapshot, while another rank fetches it."""
 
-    def __init__(self, state: RankState, server: BulkServer) -> None:
+    def __init__(self, state: RankState, server: BulkServer, *, boxes: BoxReader) -> None:
+        """`boxes`: those that this rank does not hold, of which this host has snapshots."""
         self._state = state
         self._server = server
+        self._boxes = boxes
         self._served: StateFetched | None = None
+        self._others: dict[tuple[str, str, int], StateFetched] = {}
+        """Owner, box and step → what is offered of it."""
 
     def answer(self, request: FetchState) -> StateFetched:
         """Return the manifest, with an offer of the pieces."""
         if request.step == self._state.prepared_step:
             self._state.commit(request.step)  # Only committed steps are requested.
         counters, box = self._state.committed_counters, self._state.seat.box
+        if request.box != box and request.owner:
+            return self._other_box(request)
         if request.box != box:
             raise RefusedError(f"this rank holds box {box!r} of the state, not {request.box!r}")
         if request.step != counters.step:
@@ -59,11 +67,34 @@ class StateSource:
             self._served = msgspec.structs.replace(state_fetched(manifest, counters, box=box), offer=offer)
         return self._served
 
+    def _other_box(self, request: FetchState) -> StateFetched:
+        """Offer a box that this rank held before, or a lost rank of this host."""
+        key = request.owner, request.box, request.step
+        if key not in self._others:
+            held = read_box(
+                self._boxes.kept.find(request.owner),
+                self._boxes.form(Seat.of(request.box)),
+                step=request.step,
+            )
+            manifest = describe_state(held.tensors, step=request.step)
+            name = f"{EXPORT}-{len(self._others)}"
+            offer = self._server.offer(name, state_export(manifest, held.tensors))
+            fetched = state_fetched(manifest, held.counters, box=request.box)
+            self._others[key] = msgspec.structs.replace(fetched, offer=offer)
+        return self._others[key]
+
     def forget(self) -> None:
         """End the transfer; a rank that is still fetching is refused and starts again."""
         if self._served is not None:
             self._server.withdraw(EXPORT)
         self._served = None
+
+    def forget_others(self) -> None:
+        """End the transfers of other boxes: a step is committed with the boxes that were assembled from them."""
+        for other in self._others.values():
+            assert other.offer is not None
+            self._server.withdraw(other.offer.export)
+        self._others = {}
 
 
 @dataclass(slots=True)

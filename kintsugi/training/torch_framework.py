@@ -17,7 +17,7 @@ from kintsugi.model.device import choose_device, identity, use_deterministic_ker
 from kintsugi.model.device_usage import device_gauges
 from kintsugi.model.memory import published_versions
 from kintsugi.model.plan import plan_companions
-from kintsugi.model.seats import mesh_of, seat_of
+from kintsugi.model.seats import Mesh, mesh_of, seat_of, snapshots_of
 from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
 from kintsugi.telemetry.events import Event
@@ -26,7 +26,7 @@ from kintsugi.training.group import Groups, Interruption
 from kintsugi.training.initial_weights import empty_model, fill_initial
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.pairwise_eval import score_pairs
-from kintsugi.training.rank_adapter import LoadState
+from kintsugi.training.rank_adapter import LoadState, Seating
 from kintsugi.training.rank_state import RankState
 from kintsugi.training.recovery_adapter import TorchAdapter
 from kintsugi.training.state import TrainingState
@@ -60,17 +60,21 @@ class TorchFramework:
     def chip(self) -> str:
         return identity(self._device)
 
-    def open_state(self, config: Config, *, process: str, segments: SnapshotSegments | None) -> TrainingState:
-        seat = seat_of(process, mesh_of(config.actor.layout))
+    def open_state(
+        self, config: Config, *, process: str, segments: SnapshotSegments | None, mesh: Mesh | None = None
+    ) -> TrainingState:
+        configured = mesh_of(config.actor.layout)
+        seat = seat_of(process, mesh or configured)
         tensors = tensor_group(seat, num_slices=config.actor.logical_slices)
         return TrainingState(
             empty_model(config, device=self._device, seat=seat, tensors=tensors),
             companions=plan_companions(config),
             compute_dtype=getattr(torch, config.actor.dtype),
             recompute=config.actor.recompute,
-            process=process,
+            process=snapshots_of(process, seat, configured),
             segments=segments,
             seat=seat,
+            mesh=mesh,
             tensors=tensors,
         )
 
@@ -97,6 +101,7 @@ class TorchFramework:
         load_state: LoadState,
         forget: Callable[[], None],
         interruption: Interruption,
+        seating: Seating | None = None,
     ) -> TorchAdapter:
         return TorchAdapter(
             state,
@@ -106,6 +111,7 @@ class TorchFramework:
             load_state=load_state,
             forget=forget,
             interruption=interruption,
+            seating=seating,
         )
 
     def score_pairs(

@@ -18,6 +18,7 @@ import msgspec
 
 from kintsugi.bulk.endpoint import BulkEndpoint, open_bulk
 from kintsugi.bulk.server import BulkServer
+from kintsugi.checkpoint.snapshot import SnapshotSegments
 from kintsugi.checkpoint.store import load_checkpoint, stored_weights, unfinished_folder
 from kintsugi.cluster.shared_memory import SegmentClient
 from kintsugi.config.recipe import load_config
@@ -37,7 +38,7 @@ from kintsugi.model.device_errors import as_world_error
 from kintsugi.model.folder import VALUE_HEAD
 from kintsugi.model.folder_files import folder_files
 from kintsugi.model.plan import plan_model
-from kintsugi.model.seats import seat_of
+from kintsugi.model.seats import Mesh, seat_of
 from kintsugi.model.tensor_file import FileContent
 from kintsugi.model.tensor_slices import join_all
 from kintsugi.model.tokenizer import Tokenizer
@@ -83,6 +84,7 @@ from kintsugi.runtime.spans import SPANS
 from kintsugi.samples.sharding import shards_of_rank
 from kintsugi.telemetry.events import AlertEvent, Note, NoteEvent
 from kintsugi.training.box_saving import BoxSaver, BoxWriters, own_tensors
+from kintsugi.training.calls import TrainingCalls
 from kintsugi.training.checkpoint_delivery import CheckpointDelivery
 from kintsugi.training.framework import Framework, open_framework
 from kintsugi.training.group import Groups
@@ -92,6 +94,7 @@ from kintsugi.training.rank_state import RankState
 from kintsugi.training.rollout_writer import RolloutStore
 from kintsugi.training.sample_fetch import StepSamples, await_answer
 from kintsugi.training.saving import CheckpointSaver
+from kintsugi.training.seating import OpenState, RankSeating
 from kintsugi.training.snapshots import CopyCounters, HeldState, StoredState, counters_of
 from kintsugi.training.stage_weights import stage_weights_sha256
 from kintsugi.training.state_transfer import StateFetcher, StateSource
@@ -143,11 +146,15 @@ class ModelWorker:
         renew: Callable[[], object] = lambda: None,
         lease_guard: DeviceLeaseGuard | None = None,
         is_blank: bool = False,
+        open_state: OpenState | None = None,
+        snapshots: SnapshotSegments | None = None,
         delivery: CheckpointDelivery | None = None,
     ) -> None:
         """`bulk` offers and fetches states. `emit` records events, from any thread. `renew` offers the snapshots to a
         new agent. `segments` is the shared memory through which samples are relayed to other ranks of this host.
-        `is_blank`: the initial weights are not loaded, because a repair is expected; they are where none comes."""
+        `is_blank`: the initial weights are not loaded, because a repair is expected; they are where none comes.
+        `open_state` opens the state of this process for another seat; `snapshots`: where this host keeps those of
+        states."""
         self._shell = shell
         self._state = state
         self._framework = framework
@@ -167,15 +174,20 @@ class ModelWorker:
         self._samples = StepSamples(
             shell.submit, check=self._check, process=shell.process, segments=segments, emit=emit
         )
-        rollouts = RolloutStore(config, tokenizer=tokenizer, run_dir=run_dir)
-        self._calls = framework.open_calls(
-            state,
-            deterministic=config.deterministic,
-            check=self._check,
-            store=lambda call: rollouts.write(call, self._samples.trajectories),
-        )
-        self._source = StateSource(state, bulk.server)
+        self._rollouts = RolloutStore(config, tokenizer=tokenizer, run_dir=run_dir)
+        self._calls = self._open_calls(state)
         self._state_fetcher = StateFetcher(bulk.client, self._ask, check=self._check)
+        self._seating = RankSeating(
+            state,
+            config,
+            process=shell.process,
+            segments=snapshots,
+            open_state=open_state or self._open_nothing,
+            fetch=self._fetch_box,
+            changed=self._take_state,
+        )
+        self._bulk_server = bulk.server
+        self._source = StateSource(state, bulk.server, boxes=self._seating.boxes)
         self._saver = CheckpointSaver(
             model_files=self._model_files,
             keep=config.checkpoint.keep,
@@ -201,8 +213,28 @@ class ModelWorker:
             load_state=self._load_state,
             forget=self._forget,
             interruption=self._interruption,
+            seating=self._seating,
         )
         self._processor = Processor(self._adapter)
+
+    def _open_calls(self, state: RankState) -> TrainingCalls:
+        return self._framework.open_calls(
+            state,
+            deterministic=self._config.deterministic,
+            check=self._check,
+            store=lambda call: self._rollouts.write(call, self._samples.trajectories),
+        )
+
+    def _take_state(self, state: RankState) -> None:
+        """Go on with a fresh state, for another seat."""
+        self._source.forget()
+        self._state, self._is_blank = state, True
+        self._calls = self._open_calls(state)
+        self._source = StateSource(state, self._bulk_server, boxes=self._seating.boxes)
+        self._framework.release_memory()
+
+    def _open_nothing(self, mesh: Mesh) -> RankState:
+        raise RefusedError(f"this rank can not take a seat in mesh {mesh}")
 
     def serve(self) -> NoReturn:
         """Handle requests until the shell raises ShuttingDown."""
@@ -305,6 +337,8 @@ class ModelWorker:
             case CommitStep():
                 self._state.commit(body.step)
                 self._forget()
+                self._source.forget_others()
+                self._seating.committed(body.step)
                 self._offer_copy()
                 return Ok()
             case Publish():
@@ -486,6 +520,7 @@ class ModelWorker:
                 self._request,
                 process=self._shell.process,
                 seat=held.seat,
+                mesh=self._state.mesh,
                 num_ranks=self._config.actor.workers,
                 counters=held.counters,
                 check=held.hold.check,
@@ -529,6 +564,9 @@ class ModelWorker:
         owner = self._shell.process if role_of(source) is Role.AGENT else ""
         return self._state_fetcher.open(step, replica=source, owner=owner, box=self._state.seat.box)
 
+    def _fetch_box(self, step: int, process: str, owner: str, box: str) -> tuple[StoredState, CopyCounters]:
+        return self._state_fetcher.open(step, replica=process, owner=owner, box=box)
+
     def _ask(self, process: str, body: Body) -> Reply:
         """Send a request and wait for its reply; meanwhile answer other processes, which may wait for this rank."""
         pending = self._shell.submit(process, body, deadline_s=STATE_TIMEOUT_S)
@@ -542,7 +580,7 @@ class ModelWorker:
         if len(agents) == 1:
             return
         seat = self._state.seat
-        same = [name for name in self._adapter.ranks if seat_of(name, seat.mesh) == seat]
+        same = [name for name in self._adapter.ranks if seat_of(name, self._state.mesh) == seat]
         agent = choose_agent(
             is_first=same[:1] in ([], [self._shell.process]),
             host=self._host,
@@ -746,6 +784,10 @@ def main(bootstrap: Bootstrap) -> int:
                 renew=segments.renew if segments is not None else lambda: None,
                 lease_guard=DeviceLeaseGuard(lease),
                 is_blank=is_blank,
+                open_state=lambda mesh: framework.open_state(
+                    config, process=bootstrap.process, segments=segments, mesh=mesh
+                ),
+                snapshots=segments,
                 delivery=open_delivery(shell, bulk) if bootstrap.run_folder_agent else None,
             )
             SPANS.add("open_calls", {}, since=opening)

@@ -6,7 +6,14 @@ import pytest
 
 from kintsugi.control.placement import ProcessPlan
 from kintsugi.control.processes import ProcessManager
-from kintsugi.journal.facts import CheckpointSaved, ProcessJoined, RolledBack, StepCommitted, StrategyChosen
+from kintsugi.journal.facts import (
+    CheckpointSaved,
+    MeshChanged,
+    ProcessJoined,
+    RolledBack,
+    StepCommitted,
+    StrategyChosen,
+)
 from kintsugi.model.seats import WHOLE
 from kintsugi.recovery import rank_protocol
 from kintsugi.simulation.campaign import LAYOUTS, Runner, SimulatedLayout, layout_of, simulated_config
@@ -17,6 +24,9 @@ SNAPSHOT_ELSEWHERE = 2700
 """Seed in which a rank is lost on another host than its planned one, which is back when it is replaced."""
 BOX_LOST = 8
 """Seed in which the host of the only rank with a box is lost before another host has a copy."""
+
+RECUT = (1225, 30269)
+"""Seeds with layouts in which the ranks form another mesh. 30269: a host without ranks has the only copy of a part."""
 
 
 def run(seed: int, *, workers: int = 6, shards: int = 2) -> SimulationOutcome:
@@ -84,6 +94,38 @@ def test_ranks_go_on_while_each_box_has_one_and_take_the_others_back(lost: tuple
     assert "elastic" in [fact.strategy for fact in outcome.facts if isinstance(fact, StrategyChosen)]
     back = [fact.peer.process for fact in outcome.facts if isinstance(fact, ProcessJoined)]
     assert all(back.count(rank) == 2 for rank in lost)
+
+
+def test_a_state_without_a_rank_for_each_part_is_cut_over_fewer_ranks_and_back() -> None:
+    config = simulated_config(layout=SimulatedLayout(4, 4, 2))
+    lost = {"model-3": (2, 5), "model-1": (4, 3)}
+    faults = [
+        PlannedSimFault(
+            SimulatedFaultKind.FAIL, agent, "StartProcess", "collecting", step, about=rank, times=times
+        )
+        for rank, (step, times) in lost.items()
+        for agent in ("agent-0", "agent-1")
+    ]
+    faults += [
+        PlannedSimFault(SimulatedFaultKind.KILL, rank, state="collecting", step=step)
+        for rank, (step, _) in lost.items()
+    ]
+    slow = PlannedSimFault(SimulatedFaultKind.SLOW, "rollout-0", state="collecting", step=5)
+    slow.share, slow.duration_s = 0.3, 60.0  # So that the ranks are back before the run ends.
+    plan = SimulatedFaultPlan([*faults, slow])
+    reference = undisturbed(config)
+    outcome = SimulatedCluster(config, seed=0, plan=plan, reference=reference).run()
+    assert (outcome.outcome, outcome.violations, outcome.num_rollbacks) == ("finished", [], 0)
+    meshes = [fact.shards for fact in outcome.facts if isinstance(fact, MeshChanged)]
+    assert meshes[0] == 3 and min(meshes) == 2 and meshes[-1] > 2
+    assert outcome.reference.weights_sha256 == reference.weights_sha256
+
+
+@pytest.mark.parametrize("seed", RECUT)
+def test_disturbed_runs_in_which_the_state_is_cut_again_keep_every_invariant(seed: int) -> None:
+    outcome = Runner(draws_layouts=True).run(seed)
+    assert any(isinstance(fact, MeshChanged) for fact in outcome.facts)
+    assert outcome.violations == []
 
 
 def test_layouts_are_drawn_for_each_seed_and_keep_every_invariant() -> None:

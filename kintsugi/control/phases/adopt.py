@@ -15,10 +15,11 @@ from kintsugi.config.schema import Config
 from kintsugi.config.stages import next_stage
 from kintsugi.control.decision import DecisionBuilder
 from kintsugi.control.due import carried_stage
+from kintsugi.control.mesh_choice import mesh_in_force
 from kintsugi.control.pending import PendingRequests
 from kintsugi.control.phases.table import RUNNING, PhaseReport, PhaseResult
 from kintsugi.control.processes import ProcessManager
-from kintsugi.model.seats import Mesh, digest_of_box, mesh_of, seat_of
+from kintsugi.model.seats import Mesh, digest_of_box, seat_of
 from kintsugi.protocol.recovery import AskStanding, RankStanding
 from kintsugi.protocol.training import CommitStep
 from kintsugi.types import Role
@@ -50,7 +51,7 @@ class JournaledStep(msgspec.Struct, frozen=True):
     has_batch: bool
     """Whether the batch of the next step is formed."""
     mesh: Mesh = Mesh()
-    """Parts into which the state is cut."""
+    """Parts into which the ranks cut the state."""
 
 
 class AdoptPhase:
@@ -69,9 +70,11 @@ class AdoptPhase:
         """Group that was found; None until then."""
 
     def begin(self, now: float) -> PhaseReport:
-        """Ask every rank. Without all of them there is no group to take over."""
-        missing = self._processes.missing(Role.MODEL)
-        living = self._decision.state.members.live(Role.MODEL)
+        """Ask every rank that has a seat. Without all of them there is no group to take over."""
+        state = self._decision.state
+        seats = mesh_in_force(self._config, state).ranks
+        missing = [name for name in self._processes.missing(Role.MODEL) if not seats or name in seats]
+        living = [name for name in state.members.live(Role.MODEL) if not seats or name in seats]
         if missing or not living:
             return self._broken(f"{', '.join(missing) or 'every rank'} is missing")
         self._pending.ask_all(dict.fromkeys(living, AskStanding()), now)
@@ -101,7 +104,7 @@ class AdoptPhase:
             carried_stage(self._config, step=state.step).name,
             next_stage(self._config, step=state.step).name,
             has_batch=bool(state.ledger.in_batch(state.step + 1)),
-            mesh=mesh_of(self._config.actor.layout),
+            mesh=mesh_in_force(self._config, state),
         )
 
     def _continue(self) -> PhaseReport:
@@ -120,7 +123,7 @@ def find_group(standings: Mapping[str, RankStanding], *, journal: JournaledStep)
     """Return the process group that all ranks are in, at the step of the journal; or why there is none."""
     first = next(iter(standings.values()))
     ranks, ready = first.ranks, first.ready
-    if set(ranks) != set(standings):
+    if set(ranks) != set(standings) or ranks != journal.mesh.seated(ranks):
         return f"{', '.join(standings)} live, the group is {', '.join(ranks) or 'not formed'}"
     for name, standing in standings.items():
         if (standing.ranks, standing.ready.generation) != (ranks, ready.generation):

@@ -9,11 +9,11 @@ from kintsugi.config.stages import has_servers, next_stage
 from kintsugi.control.decision import DecisionBuilder
 from kintsugi.control.dispatch import EpisodeDispatch
 from kintsugi.control.evaluation import Evaluation
+from kintsugi.control.mesh_choice import mesh_in_force
 from kintsugi.control.pending import PendingRequests
 from kintsugi.control.phases.table import DONE, RUNNING, PhaseReport, PhaseResult
 from kintsugi.control.protocol import Raise, RecordEvaluation
 from kintsugi.journal.facts import EvaluationDone
-from kintsugi.model.seats import mesh_of
 from kintsugi.protocol.training import EvaluatePairs, PairsEvaluated
 from kintsugi.samples.sharding import shards_of_rank
 from kintsugi.telemetry.eval_stats import summarize
@@ -65,7 +65,7 @@ class EvaluatePhase:
     def _ask_ranks(self, ranks: Sequence[str], now: float) -> None:
         """Request a share of the pairs from each rank. After the loss of a rank all pairs are requested again: ranking
         is quick, and the shares may have changed."""
-        mesh = mesh_of(self._config.actor.layout)
+        mesh = mesh_in_force(self._config, self._decision.state)
         parts = len(ranks) // mesh.model_ranks
         shares = [
             shards_of_rank(self._num_problems, rank=mesh.data_index(rank), world_size=parts)

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from kintsugi.config.schema import Config
 from kintsugi.control import due
 from kintsugi.control.decision import DecisionBuilder
+from kintsugi.control.mesh_choice import mesh_in_force
 from kintsugi.control.pending import PendingRequests, Purpose
 from kintsugi.control.phases.table import DONE, RUNNING, PhaseReport, PhaseResult
 from kintsugi.control.processes import ProcessManager
 from kintsugi.control.suspicion import CHIP
 from kintsugi.errors import DeadlineExceeded, Fault, IntegrityError, ProcessDied, root_first
 from kintsugi.journal.facts import VersionCurrent
-from kintsugi.model.seats import mesh_of
 from kintsugi.protocol.weights import LoadWeights, Published, WeightsLoaded
 from kintsugi.runtime.backoff import growing_pause
 from kintsugi.types import Role
@@ -104,7 +104,7 @@ class PublishPhase:
 
     def _parts(self) -> list[str]:
         """Ranks of the first model, where each has a part of its weights."""
-        mesh = mesh_of(self._config.actor.layout)
+        mesh = mesh_in_force(self._config, self._decision.state)
         return list(self._ranks[: mesh.model_ranks]) if mesh.model_ranks > 1 else []
 
     def _place(self, process: str) -> ProcessLocation:

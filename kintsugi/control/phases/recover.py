@@ -18,6 +18,15 @@ from kintsugi.config.stages import next_stage
 from kintsugi.control.decision import DecisionBuilder
 from kintsugi.control.dispatch import EpisodeDispatch
 from kintsugi.control.due import carried_stage
+from kintsugi.control.mesh_choice import (
+    box_copies,
+    can_grow,
+    change_to,
+    mesh_in_force,
+    mesh_of_step,
+    rank_names,
+    wanted_mesh,
+)
 from kintsugi.control.pending import PendingRequests, Purpose
 from kintsugi.control.phases.table import RUNNING, Phase, PhaseReport, PhaseResult
 from kintsugi.control.processes import ProcessManager
@@ -25,6 +34,7 @@ from kintsugi.control.protocol import Raise, ShareBook
 from kintsugi.errors import (
     DeadlineExceeded,
     DeviceError,
+    DoesNotFit,
     EndedByError,
     Fault,
     FaultClass,
@@ -32,7 +42,7 @@ from kintsugi.errors import (
     root_first,
 )
 from kintsugi.journal.facts import FaultNoted, IncidentClosed, IncidentOpened, RolledBack, StrategyChosen
-from kintsugi.model.seats import mesh_of, seat_of, without_holder
+from kintsugi.model.seats import Mesh, mesh_of, seat_of, snapshots_of, without_holder
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import RebuildGroup
 from kintsugi.protocol.training import Save
@@ -67,6 +77,8 @@ FIRST_PAUSE_S = 0.2
 """Pause before the third attempt; each further one is twice as long."""
 
 _S = RecoveryState
+FORMED = (_S.REBUILDING, _S.REPAIRING, _S.ROLLING_BACK, _S.STAGING, _S.NOTIFYING)
+"""States in which the ranks of the group, and their seats, are settled."""
 
 
 class RecoveryCoordinator:
@@ -109,8 +121,9 @@ class RecoveryCoordinator:
 
     @property
     def can_grow(self) -> bool:
-        """Whether the group continued smaller and could now be complete again."""
-        return set(self._decision.state.members.live(Role.MODEL)) > set(self.ranks)
+        """Whether the group continued smaller, and ranks that live now could have a seat."""
+        living = self._decision.state.members.live(Role.MODEL)
+        return can_grow(self._config, living, ranks=self.ranks)
 
     # The incident log.
 
@@ -154,7 +167,8 @@ class RecoveryCoordinator:
         """Take the group of the last master over: no rank is interrupted."""
         incident = self._incidents.current
         assert incident is not None, "the loss of a master is an incident"
-        self.protocol.adopt(ranks, generation=generation)
+        mesh = mesh_in_force(self._config, self._decision.state)
+        self.protocol.adopt(ranks, generation=generation, mesh=mesh)
         incident.strategy = Strategy.CONTINUE
         reason = f"all {len(ranks)} ranks are in generation {generation} at the committed step: they go on"
         self._decision.add_fact(StrategyChosen(incident.number, Strategy.CONTINUE, reason, ()))
@@ -222,7 +236,10 @@ class RecoveryCoordinator:
             return RUNNING
         if self.unrecoverable():
             return self._choose(now, replacements_fail=False)
+        is_formed = bool(self.ranks)
         orders = self.protocol.begin(self._view(), now, term=self._decision.state.term)
+        # Without a fault a smaller group grows: it does not wait for the ranks that are still missing.
+        self.protocol.smaller = is_formed and self._incidents.current is None
         chosen = RUNNING
         if self.protocol.state is not _S.PRE_LOCKING:  # There is no live rank to lock.
             chosen = self._choose(now, replacements_fail=False)
@@ -253,18 +270,21 @@ class RecoveryCoordinator:
             return report
         waited_s = now - self.protocol.since[_S.WAITING]
         limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
-        uncovered = self._uncovered()
-        # No rank is left to continue without them, or none can.
-        if uncovered or not self._decision.state.members.live(Role.MODEL):
+        incident = self._incidents.current
+        # The live ranks can not hold what is missing.
+        is_alone = incident is not None and bool(incident.does_not_fit) and bool(self._cut_over())
+        if is_alone or not self._decision.state.members.live(
+            Role.MODEL
+        ):  # No rank can continue without them.
             limit_s = max(limit_s, self._config.cluster.start_timeout_s)
-        if waited_s <= limit_s and (uncovered or not self._processes.cannot_start(Role.MODEL)):
+        if waited_s <= limit_s and (is_alone or not self._processes.cannot_start(Role.MODEL)):
             return report
         chosen, incident = self._choose(now, replacements_fail=True), self._incidents.current
         if incident is None or incident.strategy is not Strategy.ELASTIC:
             return chosen
         self.protocol.smaller = True
         orders = self.protocol.check(self._view(), now)
-        assert orders is not None, "a rank is live, and none is missing"
+        assert orders is not None, "a rank is live, and none is waited for"
         return self._follow(orders, now)
 
     def failed(self, process: str, fault: Fault, now: float, *, phase: str) -> PhaseReport:
@@ -281,14 +301,21 @@ class RecoveryCoordinator:
         assert incident is not None
         incident.attempts += 1
         kind = classify(fault)
-        if self.protocol.state is _S.REPAIRING and fault.kind != DeadlineExceeded.__name__:
+        if fault.kind == DoesNotFit.__name__:
+            incident.does_not_fit = fault.message
+        elif self.protocol.state is _S.REPAIRING and fault.kind != DeadlineExceeded.__name__:
             incident.repairs += 1
             self._decision.add_effect(ShareBook())  # The rank may not have the addresses of the others yet.
             step, living = self._decision.state.step, self._decision.state.members.live(Role.MODEL)
-            holders = [rank for rank in living if self.protocol.holds(rank, step)]
-            has_all = not without_holder(holders, mesh_of(self._config.actor.layout))
+            ranks = [rank for rank in living if rank in self.ranks]
+            holders = [rank for rank in ranks if self.protocol.holds(rank, step)]
+            has_all = not without_holder(holders, self.protocol.mesh)
             if incident.repairs >= REPAIR_ATTEMPTS and not has_all:
-                if not self._send_home([rank for rank in living if rank not in holders], fault, now):
+                lacking = [rank for rank in ranks if rank not in holders]
+                is_handled = self._replace_newcomer(process, fault, now) or self._send_home(
+                    lacking, fault, now
+                )
+                if not is_handled and not self._await_lost():
                     self._fall_back(fault, now)
             elif incident.repairs >= REPAIR_ATTEMPTS and process in living and process not in holders:
                 self._processes.terminate(process, fault, now)
@@ -316,6 +343,10 @@ class RecoveryCoordinator:
 
     def _follow(self, orders: RankOrders, now: float) -> PhaseReport:
         self._decision.explain(orders.reason)
+        mesh = self.protocol.mesh
+        if self.protocol.state in FORMED and mesh != mesh_in_force(self._config, self._decision.state):
+            self._decision.add_fact(change_to(mesh))
+            self._decision.explain(f"the state is cut over {', '.join(mesh.ranks) or 'all ranks'} as {mesh}")
         if orders.problem:
             fault = self._decision.new_fault("IntegrityError", orders.problem, detail=orders.divergence)
             for culprit in orders.culprits[: max(0, len(self.ranks) - 1)]:
@@ -375,12 +406,45 @@ class RecoveryCoordinator:
         self.protocol.dumped(now)
         return PhaseReport(PhaseResult.UNRECOVERABLE, fault=fault)
 
+    def _replace_newcomer(self, rank: str, fault: Fault, now: float) -> bool:
+        """Start a rank again that can not assemble its part from those of the mesh before, in which it had none: the
+        others still have these, so it may be the one that can not reach them. Once per incident."""
+        incident, state = self._incidents.current, self._decision.state
+        assert incident is not None
+        before = mesh_of_step(self._config, state, state.step)
+        is_newcomer = bool(before.ranks) and before != self.protocol.mesh and rank not in before.ranks
+        if not is_newcomer or rank in incident.sent_home:
+            return False
+        incident.sent_home.add(rank)
+        self._processes.terminate(rank, fault, now)
+        return True
+
+    def _await_lost(self) -> bool:
+        """Wait for lost ranks rather than undo steps, once per incident, where the snapshots of their parts may be on
+        hosts without a live rank that could read them."""
+        incident, state = self._incidents.current, self._decision.state
+        assert incident is not None
+        before = mesh_of_step(self._config, state, state.step)
+        if before == self.protocol.mesh or incident.does_not_fit:
+            return False
+        lost = [
+            name
+            for name in before.ranks or rank_names(self._config.actor.workers)
+            if not state.members.is_live(name)
+            and state.members.agent_of(state.homes.get(name, "")) is not None
+        ]
+        if lost:
+            incident.does_not_fit = f"what {', '.join(lost)} held is out of reach of the live ranks"
+            incident.attempts = incident.repairs = 0
+        return bool(lost)
+
     def _send_home(self, ranks: list[str], fault: Fault, now: float) -> bool:
         """Start ranks without their part of the state again on the hosts where the snapshots of it are, once per
         incident: their agents were away when the ranks were placed. Return whether there are any."""
         incident, state = self._incidents.current, self._decision.state
         assert incident is not None
-        if self._config.actor.layout.boxes == 1:
+        mesh = self.protocol.mesh
+        if mesh.boxes == 1 or mesh != mesh_of_step(self._config, state, state.step):
             return False
         away = [
             rank
@@ -421,55 +485,77 @@ class RecoveryCoordinator:
             living=tuple(self._decision.state.members.live(Role.MODEL)),
             replacements_fail=replacements_fail,
             step_s=self.step_s,
-            uncovered=self._uncovered(),
+            cut_over=self._cut_over(),
         )
 
-    def _uncovered(self) -> tuple[str, ...]:
-        """Return the parts of a state that is cut which no live rank is there to hold. Of a model that is cut into
-        stages every rank has to be there: others would compute other samples."""
-        mesh = mesh_of(self._config.actor.layout)
-        if mesh.model_ranks > 1:
-            missing = self._processes.missing(Role.MODEL)
-            return tuple(dict.fromkeys(seat_of(name, mesh).box for name in missing))
+    def _cut_over(self) -> tuple[str, ...]:
+        """Return the live ranks over which the state is cut again if no others come; empty if each of its parts has a
+        rank."""
         living = self._decision.state.members.live(Role.MODEL)
-        return without_holder(living, mesh) if mesh.boxes > 1 else ()
+        mesh = wanted_mesh(self._config, living) if living else Mesh()
+        state = self._decision.state
+        return mesh.ranks if mesh != mesh_of_step(self._config, state, state.step) else ()
+
+    def _mesh(self) -> Mesh:
+        """Return the mesh of the group that is formed, or is to be formed next."""
+        state = self._decision.state
+        if self.protocol.state in FORMED:
+            return self.protocol.mesh
+        living = state.members.live(Role.MODEL)
+        if not self._processes.missing(Role.MODEL):
+            return mesh_of(self._config.actor.layout)
+        if self.protocol.smaller and living:
+            return wanted_mesh(self._config, living)
+        return mesh_in_force(self._config, state)
 
     def _view(self) -> RankSet:
         state = self._decision.state
         members, step = state.members.members, state.step
         living = tuple(state.members.live(Role.MODEL))
         # Their number is ranks times processes, so they are computed only when needed.
-        may_repair = self.protocol.state in (_S.REBUILDING, _S.REPAIRING)
+        may_repair, mesh = self.protocol.state in (_S.REBUILDING, _S.REPAIRING), self._mesh()
+        is_recut = may_repair and mesh != mesh_of_step(self._config, state, step)
+        seated = mesh.seated(living) if may_repair else ()
         return RankSet(
             living=living,
             missing=tuple(self._processes.missing(Role.MODEL)),
             stores={name: members[name].capabilities.get("store", "") for name in living},
-            sources={name: self._sources(name) for name in living} if may_repair else {},
+            sources={name: self._sources(name, mesh, is_recut=is_recut) for name in seated},
             step=step,
             digest=state.digests.get(step, ""),
             stage=carried_stage(self._config, step=step).name,
             next_stage=next_stage(self._config, step=step).name,
             flow=next((members[n].capabilities.get("flow", Flow.ROLLBACK) for n in living), Flow.ROLLBACK),
-            mesh=mesh_of(self._config.actor.layout),
+            mesh=mesh,
+            boxes={
+                name: box_copies(self._config, state, rank=name, step=step)
+                for name in (seated if is_recut else ())
+            },
         )
 
-    def _sources(self, rank: str) -> tuple[str, ...]:
+    def _sources(self, rank: str, mesh: Mesh, *, is_recut: bool) -> tuple[str, ...]:
         """Return the places where a rank may find its state: snapshots of its host (its own first, then of ranks with
-        the same part of the state), the agent of this host and those of others, the checkpoint."""
-        members, mesh = self._decision.state.members, mesh_of(self._config.actor.layout)
+        the same part of the state), the agent of this host and those of others, the
+        checkpoint. A state that was cut otherwise at this step
+        is in the checkpoint only: copies with the same part may be of steps that were undone."""
+        state, members = self._decision.state, self._decision.state.members
+        path = state.checkpoint_paths.get(state.step) or self.restore_paths.get(state.step)
+        saved = () if path is None else (path,)
+        if is_recut:
+            return saved
         host, seat = members.members[rank].host, seat_of(rank, mesh)
         here = [
             name
             for name, member in members.members.items()
             if member.role is Role.MODEL and member.host == host and name != rank
-            if seat_of(name, mesh) == seat
+            if name in mesh.seated([name]) and seat_of(name, mesh) == seat
         ]
-        snapshots = [f"snapshot:{name}" for name in (rank, *sorted(here))]
+        configured = mesh_of(self._config.actor.layout)
+        names = [snapshots_of(name, seat, configured) for name in (rank, *sorted(here))]
+        snapshots = [f"snapshot:{name}" for name in names]
         # Where a rank with this box ran on another host, its copy may be with the agent of this one.
         keepers = sorted(members.live(Role.AGENT), key=lambda agent: members.members[agent].host != host)
-        state = self._decision.state
-        path = state.checkpoint_paths.get(state.step) or self.restore_paths.get(state.step)
-        return (*snapshots, *keepers, *([path] if path is not None else []))
+        return (*snapshots, *keepers, *saved)
 
 
 def _first(*reports: PhaseReport) -> PhaseReport:

@@ -8,6 +8,7 @@ from kintsugi.config.schema import LEARN_PAIRS, Config
 from kintsugi.config.stages import Stage
 from kintsugi.control.decision import DecisionBuilder
 from kintsugi.control.dispatch import EpisodeDispatch
+from kintsugi.control.mesh_choice import mesh_in_force
 from kintsugi.control.pending import PendingRequests, Purpose, RequestId
 from kintsugi.control.phases.table import DONE, RUNNING, PhaseReport, PhaseResult
 from kintsugi.control.protocol import RecordStep
@@ -26,7 +27,6 @@ from kintsugi.graph.advantages import batch_totals, initial_values, master_call
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.executor import GraphExecution
 from kintsugi.journal.facts import BatchFormed, StepCommitted
-from kintsugi.model.seats import mesh_of
 from kintsugi.protocol.sample_transfer import Routes
 from kintsugi.protocol.training import CallDone, RunCall
 from kintsugi.types import LogicalShard, Role, SampleMeta, ShardItem
@@ -48,9 +48,7 @@ class TrainPhase:
         self._stage: Stage | None = None
         self._generation = 0
         self._blocks: tuple[int, ...] | None = None
-        self._plane = TransferPlanner(
-            bytes_per_s=config.cluster.bandwidth.samples, model_ranks=config.actor.layout.model_ranks
-        )
+        self._plane = TransferPlanner(bytes_per_s=config.cluster.bandwidth.samples)
         self.batch: tuple[SampleMeta, ...] = ()
 
     def begin(
@@ -85,7 +83,7 @@ class TrainPhase:
             compute=lambda interface, items: master_call(stage, interface, items),
             keep_groups=stage.algorithm.name in LEARN_PAIRS,
             planner=self._plan,
-            mesh=mesh_of(self._config.actor.layout),
+            mesh=mesh_in_force(self._config, state),
         )
         self._decision.explain(f"{len(items)} samples of {len(tickets)} groups")
         self._send_calls(now)
@@ -97,7 +95,8 @@ class TrainPhase:
         if self._blocks is not None:
             # Ranks that have begun know their routes; one that has not received the first call fetches directly.
             return TransferPlan("as begun", self._blocks, (Routes(),) * len(ranks), hosts)
-        plan, changed = self._plane.plan(shards, ranks=ranks, hosts=hosts)
+        model_ranks = mesh_in_force(self._config, self._decision.state).model_ranks
+        plan, changed = self._plane.plan(shards, ranks=ranks, hosts=hosts, model_ranks=model_ranks)
         if changed:
             self._decision.explain(f"samples go {plan.reason}")
         return plan

@@ -11,6 +11,7 @@ from kintsugi.config.stages import Stage
 from kintsugi.device_lease.client import DeviceMemory
 from kintsugi.errors import RefusedError
 from kintsugi.model.arrays import Array
+from kintsugi.model.seats import Mesh
 from kintsugi.protocol.training import RunCall
 from kintsugi.recovery.rank import Flow
 from kintsugi.telemetry.events import Event
@@ -21,7 +22,7 @@ from kintsugi.training.mindspore.adapter import MindSporeAdapter
 from kintsugi.training.mindspore.calls import MindSporeCalls
 from kintsugi.training.mindspore.device import CPU, CpuRuntime, DeviceRuntime
 from kintsugi.training.mindspore.state import MindSporeState
-from kintsugi.training.rank_adapter import LoadState
+from kintsugi.training.rank_adapter import LoadState, Seating
 from kintsugi.training.rank_state import RankState
 from kintsugi.weights.publish import DevicePublisher, PublishTransport
 
@@ -46,8 +47,9 @@ class MindSporeFramework:
         return self._runtime.name
 
     def open_state(
-        self, config: Config, *, process: str, segments: SnapshotSegments | None
+        self, config: Config, *, process: str, segments: SnapshotSegments | None, mesh: Mesh | None = None
     ) -> MindSporeState:
+        assert mesh is None, "this framework does not cut its state"
         return MindSporeState(config, runtime=self._runtime, process=process, segments=segments)
 
     def fill_initial(self, state: RankState, config: Config) -> None:
@@ -73,6 +75,7 @@ class MindSporeFramework:
         load_state: LoadState,
         forget: Callable[[], None],
         interruption: Interruption,
+        seating: Seating | None = None,
     ) -> MindSporeAdapter:
         return MindSporeAdapter(
             _own(state),

@@ -428,6 +428,7 @@ def test_a_finished_run_is_extended_and_its_earlier_configuration_kept(
             "algorithm.steps=0",
             "`algorithm.steps` (command line): expected at least 1, as mine has done 1 step in all",
         ),
+        ("actor.logical_shards=8", "`actor.logical_shards`: expected a field that a resume may change"),
         ("algorithm.stepz=5", "did you mean `algorithm.steps`?"),
     ],
 )

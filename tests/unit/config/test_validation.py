@@ -74,7 +74,12 @@ def test_the_recipes_of_the_project_are_valid(recipe: str) -> None:
         ("sampling.max_new_tokens=0", ["`sampling.max_new_tokens`", "positive"]),
         (
             "actor.workers=3",
-            ["`actor.logical_shards`", "a multiple of `actor.workers`=3", "got 4"],
+            [
+                "`actor.logical_shards`",
+                "a multiple of `actor.workers`=3",
+                "4 parts are shared evenly by 1, 2 or 4",
+                "got 4",
+            ],
         ),
         ("actor.workers=1000", ["`actor.workers`", "64 samples", "got 1000"]),
         ("actor.layout.shards=3", ["`actor.layout.shards`", "a divisor of `actor.workers`=2", "got 3"]),

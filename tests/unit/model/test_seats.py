@@ -18,7 +18,7 @@ from kintsugi.model.seats import (
     speakers,
 )
 
-MESHES = [Mesh(*sizes) for sizes in itertools.product((1, 2, 3), repeat=3)]
+MESHES = [Mesh(a, b, c) for a, b, c in itertools.product((1, 2, 3), repeat=3)]
 
 
 def names(count: int) -> list[str]:

@@ -10,7 +10,7 @@ from kintsugi.control.phases.adopt import AdoptedGroup, JournaledStep, find_grou
 from kintsugi.errors import Fault, IntegrityError, WorldError
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.executor import GraphExecution
-from kintsugi.model.seats import Mesh, joined, seat_of, sources_of, without_holder
+from kintsugi.model.seats import Mesh, joined, sources_of, without_holder
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import RankReady, RankStanding, Repair
 from kintsugi.protocol.training import CallDone, StartStage
@@ -39,8 +39,7 @@ class Cluster:
         self.sources: dict[str, tuple[str, ...]] = {}
 
     def _new(self, name: str) -> ReplayAdapter:
-        box = seat_of(name, self.mesh).box
-        return ReplayAdapter(name, self.snapshots, flow=Flow.ROLLBACK, fetch=self._fetch, box=box)
+        return ReplayAdapter(name, self.snapshots, flow=Flow.ROLLBACK, fetch=self._fetch, mesh=self.mesh)
 
     def _fetch(self, source: str, step: int) -> ReplaySnapshot:
         assert self.adapters[source].committed.step == step
@@ -177,28 +176,44 @@ def test_a_new_master_takes_over_ranks_whose_parts_make_up_the_committed_state()
     assert find_group(standings, journal=journal) == "model-3 has state a of step 3, committed was b"
 
 
-@pytest.mark.parametrize(("uncovered", "strategy"), [((), Strategy.ELASTIC), (("1/2",), Strategy.DUMP)])
-def test_a_group_becomes_smaller_only_while_each_part_has_a_rank(
-    uncovered: tuple[str, ...], strategy: Strategy
+@pytest.mark.parametrize(
+    ("cut_over", "says"),
+    [
+        ((), "2 of 3 ranks continue without model-1"),
+        (("model-0",), "1 of 3 ranks continue without model-1, over which the state is cut again"),
+    ],
+)
+def test_a_smaller_group_has_the_state_cut_again_where_a_part_has_no_rank(
+    cut_over: tuple[str, ...], says: str
 ) -> None:
-    situation = FaultSituation(
+    chosen = plan(left_alone(cut_over))
+    assert chosen.strategy is Strategy.ELASTIC
+    assert chosen.reason.startswith(f"{says};")
+
+
+def test_a_state_that_does_not_fit_the_live_ranks_is_not_cut_over_them() -> None:
+    chosen = plan(left_alone(("model-0",), does_not_fit="box '' needs 9 bytes more"))
+    assert chosen.strategy is Strategy.DUMP
+    assert "elastic: not possible, box '' needs 9 bytes more" in chosen.reason
+    assert plan(left_alone((), does_not_fit="it was too large")).strategy is Strategy.ELASTIC
+
+
+def left_alone(cut_over: tuple[str, ...], *, does_not_fit: str = "") -> FaultSituation:
+    """Situation of two ranks out of three, without a replacement of the third."""
+    return FaultSituation(
         faults=(Fault("f", "ProcessDied", "model-1", "killed", 0.0),),
         num_faults=0,
         unrecoverable="",
         lost=("model-1",),
         missing=("model-1",),
-        living=("model-0",),
+        living=("model-0", "model-2"),
         attempts=0,
         most_deaths=1,
         replacements_fail=True,
         start_s=1.0,
         step_s=1.0,
-        uncovered=uncovered,
-    )
-    chosen = plan(situation)
-    assert chosen.strategy is strategy
-    assert ("elastic: not possible, no rank is left for part 1/2 of the state" in chosen.reason) == bool(
-        uncovered
+        cut_over=cut_over,
+        does_not_fit=does_not_fit,
     )
 
 

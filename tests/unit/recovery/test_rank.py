@@ -189,7 +189,7 @@ def test_a_repair_falls_to_the_next_source_and_says_which_it_was() -> None:
     newcomer = Rank(Flow.ROLLBACK)
     good = replica.adapter.committed
     newcomer.reachable = {
-        "model-2": good._replace(vector=(1, 2, 3, 4)),
+        "model-2": good._replace(vector=(1, *good.vector[1:])),
         "model-3": ReplaySnapshot(2, "grpo", good.vector, digest_of(2, "grpo", good.vector), committed=True),
         "model-1": good,
     }
@@ -201,7 +201,7 @@ def test_a_repair_falls_to_the_next_source_and_says_which_it_was() -> None:
 def test_a_repair_without_any_good_source_names_the_fault_of_each_and_changes_nothing() -> None:
     newcomer = Rank(Flow.ROLLBACK).start()
     before = newcomer.adapter.standing()
-    vector = (9,) * 4
+    vector = (9,) * len(newcomer.adapter.committed.vector)
     newcomer.reachable = {
         "model-1": ReplaySnapshot(3, "grpo", vector, digest_of(3, "grpo", vector), committed=True)
     }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kintsugi.errors import RefusedError
-from kintsugi.protocol.recovery import RankReady, RebuildGroup, Repair
+from kintsugi.protocol.recovery import BoxCopies, RankReady, RebuildGroup, Repair
 from kintsugi.recovery.rank import Flow, Processor
 
 SOUND = RankReady(3, "digest")
@@ -29,6 +31,7 @@ class Unsure:
         if source == self._helps:
             self._standing = SOUND
 
+    def assemble(self, step: int, *, boxes: Sequence[BoxCopies], digest: str, begun: str) -> None: ...
     def stop(self, generation: int) -> None: ...
     def clean(self) -> None: ...
     def rebuild(self, request: RebuildGroup) -> None: ...

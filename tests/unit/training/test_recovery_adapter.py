@@ -372,7 +372,7 @@ def test_a_half_written_or_damaged_slot_is_never_used(segments: FakeSegments) ->
 def test_a_snapshot_whose_reference_weights_are_damaged_is_never_used(segments: FakeSegments) -> None:
     rank = Rank(segments=segments, config=BETA_CONFIG).start()
     rank.train(3)
-    reference = HeldSnapshots("model-0", segments=segments).reference("grpo")
+    reference = HeldSnapshots("model-0", segments=segments).stored_reference("grpo")
     reference.payload[100] ^= 0xFF
     newcomer = Rank(seed=99, segments=segments, config=BETA_CONFIG)
     assert "the reference weights of stage 'grpo' hash to" in newcomer.refusal(
