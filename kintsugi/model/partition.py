@@ -28,10 +28,20 @@ class ModelPart(NamedTuple):
 
     def has(self, name: str) -> bool:
         """Whether a parameter belongs to it."""
-        layer = _LAYER.match(name)
+        layer = layer_of(name)
         if layer is not None:
-            return int(layer[1]) in self.layers
+            return layer in self.layers
         return self.is_first if name.startswith(_EMBEDDING) else self.is_last
+
+
+def layer_of(name: str) -> int | None:
+    """Layer of a parameter; None for embedding, final norm and heads.
+
+    >>> layer_of("model.layers.3.mlp.up_proj.weight"), layer_of("model.norm.weight")
+    (3, None)
+    """
+    found = _LAYER.match(name)
+    return None if found is None else int(found[1])
 
 
 def part_of(config: ModelConfig, seat: Seat = WHOLE) -> ModelPart:
