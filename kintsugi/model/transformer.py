@@ -302,9 +302,7 @@ class Transformer(nn.Module):
 
     def shared_pass(self, positions: Tensor, layout: PackedLayout) -> PackedPass:
         """Everything that the layers share in a forward pass of these sequences."""
-        rotation = rotation_at(
-            positions, frequencies=self.frequencies, config=self.config, dtype=self.dtype
-        )
+        rotation = rotation_at(positions, frequencies=self.frequencies, config=self.config, dtype=self.dtype)
         return PackedPass(rotation, layout, self._used)
 
     @property

@@ -22,7 +22,7 @@ from torch import Tensor
 from kintsugi.model.transformer import Transformer
 from kintsugi.training.batch import MicroBatch
 from kintsugi.training.group import Groups
-from kintsugi.training.objectives import BatchLoss
+from kintsugi.training.losses import BatchLoss
 
 NEIGHBOUR_TIMEOUT_S = 600.0
 """Limit for a neighbouring stage to send: it may have to compute all stages before it. A rank that is lost is noticed

@@ -219,7 +219,9 @@ class ProcessGroup(GroupLife):
     def await_exchange(self, exchange: StartedExchange, *, timeout_s: float) -> None:
         """Wait until an exchange has ended; with NCCL the device waits, not the host."""
         self.check("exchange")
-        assert self._started and self._started[0] is exchange, "results are taken in the order of the exchanges"
+        assert self._started and self._started[0] is exchange, (
+            "results are taken in the order of the exchanges"
+        )
         if self.route is Route.NCCL:
             try:
                 exchange.work.wait()
