@@ -80,6 +80,7 @@ CHANGEABLE = (
     "algorithm.entropy_weight",
     "algorithm.clip_low",
     "algorithm.clip_high",
+    "actor.layout.gather",
     "actor.layout.replicas",
     "actor.layout.shards",
     "actor.layout.stages",

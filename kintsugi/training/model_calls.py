@@ -26,8 +26,8 @@ from kintsugi.training.batch import MicroBatch, cut
 from kintsugi.training.calls import COMMON_SUMS, CallResult, Shards, TrainingCalls, whole_batch
 from kintsugi.training.group import Column, Groups
 from kintsugi.training.initial_weights import load_reward_model
-from kintsugi.training.objective_metrics import Objective
 from kintsugi.training.losses import BatchLoss
+from kintsugi.training.objective_metrics import Objective
 from kintsugi.training.packing import BatchSample, Kept
 from kintsugi.training.pipeline import forward_pass, learning_pass, losses_alone
 from kintsugi.training.reduction import Contribution

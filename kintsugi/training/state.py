@@ -4,8 +4,8 @@ A stage may have a critic, trained by an optimizer of its own in the same step, 
 or follows the actor as a part of the state. `rank_state.py` has the life of the state; the optimizer (`adamw`, on
 slices of the flat state) is at the end of this module. Only this framework cuts the state into boxes.
 
-Where weights are gathered layer by layer, no whole weights and no whole gradient exist here: trained models are computed by
-a `UnitPass`, from the weights of the boxes, and the gradient is that of this rank's box.
+Where weights are gathered layer by layer, no whole weights and no whole gradient exist here: trained models are computed
+by a `UnitPass`, from the weights of the boxes, and the gradient is that of this rank's box.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kintsugi.model.torch_internals import fused_adamw
 from kintsugi.model.transformer import Transformer
 from kintsugi.runtime.peak_memory import PARAMETERS, PEAKS
 from kintsugi.training.boxes import GATHER_TIMEOUT_S, Box
+from kintsugi.training.gathered_weights import GatheredWeights
 from kintsugi.training.group import Group, Groups
 from kintsugi.training.initial_weights import Weights, critic_weights, new_model, reference_weights
 from kintsugi.training.layout import ACTOR, CRITIC, LayoutPart, LayoutSlot, reference_by_name
@@ -38,7 +39,7 @@ from kintsugi.training.rank_state import RankState, lay_out
 from kintsugi.training.tensor_row import TensorRow
 from kintsugi.training.unit_gradients import UnitGradients
 from kintsugi.training.unit_pass import UnitPass
-from kintsugi.training.unit_weights import GatheredWeights, UnitWeights
+from kintsugi.training.unit_weights import UnitWeights
 from kintsugi.training.units import units_of
 
 

@@ -6,8 +6,8 @@ begins, so that its weights are gathered once forward and once backward, however
 
 Kept are the inputs of the layers, for all micro-batches of the rank; a layer is computed again in the backward pass. A
 gradient is summed over the micro-batches in their order, as in a pass of one micro-batch after the other, so it has the
-same bits. The head of a model whose output projection is its embedding is computed twice: the gradients of both uses are
-added up for each micro-batch, as autograd does.
+same bits. The head of a model whose output projection is its embedding is computed twice: the gradients of both uses
+are added up for each micro-batch, as autograd does.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Weights of a model that are gathered from the ranks unit by unit: only those of the units that are being computed have
-memory, besides the ones that are on their way.
+"""Weights of a model that are gathered from the ranks unit by unit: only units that are being computed have memory, and
+those that are on their way.
 
     compute    | embedding   | layer 0     | layer 1     | …
     exchange   | layer 0     | layer 1     | layer 2     | …
@@ -8,7 +8,7 @@ memory, besides the ones that are on their way.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +16,12 @@ from torch import Tensor
 
 from kintsugi.model.transformer import Transformer
 from kintsugi.training.boxes import Box, PieceExchange
-from kintsugi.training.group import Column, Exchange, Group
-from kintsugi.training.layout import LayoutSlot
-from kintsugi.training.units import ModelUnits, Span, Unit, span_of
+from kintsugi.training.group import Column, Exchange
+from kintsugi.training.units import ModelUnits, Span, Unit
 
 EXCHANGE_TIMEOUT_S = 600.0
 """Limit for another rank to reach the same unit. A rank that is lost is noticed by its broken connection, and one that
 hangs by the master, long before."""
-GATHER_TIMEOUT_S = 75.0
-"""Limit for one weight where nothing else is computed meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -97,40 +94,3 @@ class UnitWeights:
         for name, view in arriving.unit.views(arriving.memory).items():
             self._parameters[name].data = view
         self.waited_s += time.perf_counter() - start
-
-
-class GatheredWeights(Mapping[str, Tensor]):
-    """Whole weights of one model by name. Reading one is a collective: all ranks read all of them in one order."""
-
-    def __init__(
-        self,
-        slots: Sequence[LayoutSlot],
-        *,
-        box: Box,
-        part: str,
-        weights: Tensor,
-        dtype: torch.dtype,
-        group: Group,
-    ) -> None:
-        self._slots = {slot.name: slot for slot in slots}
-        self._box, self._part, self._weights = box, part, weights
-        self._dtype, self._group = dtype, group
-
-    def __getitem__(self, name: str) -> Tensor:
-        span = span_of(self._slots[name], box=self._box, part=self._part)
-        pieces = [span.of_shard(shard) for shard in range(self._box.seat.shards)]
-        piece = self._box.piece_exchange(
-            span.stretch, pieces, self._weights, dtype=self._dtype, group=self._group
-        )
-        incoming = self._group.all_to_all(
-            piece.own, sent=piece.sent, received=piece.received, timeout_s=GATHER_TIMEOUT_S
-        )
-        found = torch.empty(span.stop - span.start, dtype=self._dtype, device=self._weights.device)
-        piece.place(incoming, into=found, first=span.start)
-        return found.view(self._slots[name].shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._slots))
-
-    def __len__(self) -> int:
-        return len(self._slots)

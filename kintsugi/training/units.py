@@ -1,7 +1,7 @@
 """Units of a model whose weights are gathered one after the other: embedding, each layer, head.
 
-A unit's parameters lie in up to two ranges of the flat weights: its matrices, and its norms and biases. In the memory of
-a unit they lie side by side, each range at the same place relative to `ALIGNMENT` as in the flat weights, so that no
+A unit's parameters lie in up to two ranges of the flat weights: its matrices, and its norms and biases. In the memory
+of a unit they lie side by side, each range at the same place relative to `ALIGNMENT` as in the flat weights, so that no
 kernel finds a weight aligned otherwise than where all weights are there.
 
     flat weights:   | embedding | layer 0 | layer 1 | head |      | norms of layer 0 | of layer 1 | of head |
