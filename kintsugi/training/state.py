@@ -4,7 +4,7 @@ A stage may have a critic, trained by an optimizer of its own in the same step, 
 or follows the actor as a part of the state. `rank_state.py` has the life of the state; the optimizer (`adamw`, on
 slices of the flat state) is at the end of this module. Only this framework cuts the state into boxes.
 
-Where weights are gathered layer by layer, no whole weights and no whole gradient exist here: trained models are computed
+Where weights are gathered layer by layer, there are no whole weights and no whole gradient: trained models are computed
 by a `UnitPass`, from the weights of the boxes, and the gradient is that of this rank's box.
 """
 
