@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -316,6 +317,11 @@ class PieceExchange(NamedTuple):
     received: list[int]
     elements: list[range]
     """Elements of the flat weights that arrive, in their order."""
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the elements arrive as they lie in the flat weights."""
+        return all(a.stop == b.start for a, b in pairwise(each for each in self.elements if each))
 
     def place(self, incoming: Any, *, into: Any, first: int = 0) -> None:
         """Put what arrived into the flat weights, or into a part of them that begins at element `first`."""

@@ -120,10 +120,16 @@ class Column(Group, Protocol):
     """A group of ranks that exchange weights and gradients of one layer while they compute another one."""
 
     def start_all_to_all(
-        self, array: Any, *, sent: Sequence[int], received: Sequence[int], timeout_s: float
+        self,
+        array: Any,
+        *,
+        sent: Sequence[int],
+        received: Sequence[int],
+        timeout_s: float,
+        into: Any | None = None,
     ) -> Exchange:
-        """Start an `all_to_all`. All ranks start their collectives in one order; the array must not change before the
-        result is there."""
+        """Start an `all_to_all`, into this memory if it is given. All ranks start their collectives in one order; the
+        array must not change before the result is there."""
         ...
 
 

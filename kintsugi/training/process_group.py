@@ -97,15 +97,17 @@ class StartedExchange:
     """An all-to-all that runs in the background."""
 
     def __init__(
-        self, group: ProcessGroup, work: Work, *, outgoing: Tensor, incoming: Tensor, device: torch.device
+        self, group: ProcessGroup, work: Work, *, outgoing: Tensor, incoming: Tensor, into: Tensor
     ) -> None:
         self.work = work
-        self._group, self._outgoing, self._incoming, self._device = group, outgoing, incoming, device
+        self._group, self._outgoing, self._incoming, self._into = group, outgoing, incoming, into
 
     def result(self, *, timeout_s: float) -> Tensor:
         """Wait until it has ended, and return what was received."""
         self._group.await_exchange(self, timeout_s=timeout_s)
-        return self._incoming.to(self._device)
+        if self._incoming is not self._into:
+            self._into.copy_(self._incoming)
+        return self._into
 
 
 class ProcessGroup(GroupLife):
@@ -192,15 +194,22 @@ class ProcessGroup(GroupLife):
         return incoming.to(tensor.device)
 
     def start_all_to_all(
-        self, tensor: Tensor, *, sent: Sequence[int], received: Sequence[int], timeout_s: float
+        self,
+        tensor: Tensor,
+        *,
+        sent: Sequence[int],
+        received: Sequence[int],
+        timeout_s: float,
+        into: Tensor | None = None,
     ) -> StartedExchange:
-        """Start an `all_to_all`; the tensor must not change before its result is there. Results are taken in the order
-        in which exchanges were started."""
+        """Start an `all_to_all`, into this memory if it is given; the tensor must not change before its result is
+        there. Results are taken in the order in which exchanges were started."""
         what = f"all-to-all of {self._title}"
         self.check(what)
         assert self._backend is not None, "collectives need a group of several ranks"
         staged = self._staged(tensor)
-        incoming = staged.new_empty(sum(received))
+        into = tensor.new_empty(sum(received)) if into is None else into
+        incoming = into if into.device == staged.device else staged.new_empty(sum(received))
         try:
             work = start_all_to_all(
                 self._backend,
@@ -212,7 +221,7 @@ class ProcessGroup(GroupLife):
             )
         except RuntimeError as error:
             raise self._broken(what, error) from error
-        exchange = StartedExchange(self, work, outgoing=staged, incoming=incoming, device=tensor.device)
+        exchange = StartedExchange(self, work, outgoing=staged, incoming=incoming, into=into)
         self._started.append(exchange)
         return exchange
 

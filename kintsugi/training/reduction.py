@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kintsugi.model.arrays import Array, copied, namespace, zeros
@@ -217,9 +218,14 @@ def slices_to_send(
     """Shares of this rank's nodes in the order of the ranks that finish them, and the elements that are sent to and
     received from each rank."""
     mine, width = nodes[rank], len(shares[rank])
-    outgoing = [owned[node][share.start : share.stop] for share in shares for node in mine]
+    used = [share for share in shares if share]
+    if len(mine) == 1 and used and all(a.stop == b.start for a, b in pairwise(used)):
+        outgoing = owned[mine[0]][used[0].start : used[-1].stop]  # As it lies there, without a copy.
+    else:
+        slices = [owned[node][share.start : share.stop] for share in shares for node in mine]
+        outgoing = namespace(slices[0]).concatenate(slices)
     sent, received = [len(mine) * len(share) for share in shares], [len(theirs) * width for theirs in nodes]
-    return namespace(outgoing[0]).concatenate(outgoing), sent, received
+    return outgoing, sent, received
 
 
 def slices_by_node(incoming: Any, *, nodes: Sequence[Sequence[Node]]) -> dict[Node, Any]:

@@ -73,24 +73,30 @@ class UnitWeights:
 
     def _start(self, unit: Unit, group: Column) -> Arriving:
         shards = range(self._box.seat.shards)
+        memory = torch.empty(unit.size, dtype=self._dtype, device=self._weights.device)
         exchanges = []
         for span in unit.spans:
             pieces = [span.of_shard(shard) for shard in shards]
             piece = self._box.piece_exchange(
                 span.stretch, pieces, self._weights, dtype=self._dtype, group=group
             )
+            into = memory[span.place : span.place + span.stop - span.start].view(torch.uint8)
             started = group.start_all_to_all(
-                piece.own, sent=piece.sent, received=piece.received, timeout_s=EXCHANGE_TIMEOUT_S
+                piece.own,
+                sent=piece.sent,
+                received=piece.received,
+                timeout_s=EXCHANGE_TIMEOUT_S,
+                into=into if piece.is_in_order else None,
             )
             exchanges.append((span, piece, started))
-        memory = torch.empty(unit.size, dtype=self._dtype, device=self._weights.device)
         return Arriving(unit, memory, exchanges)
 
     def _finish(self, arriving: Arriving) -> None:
         start = time.perf_counter()
         for span, piece, exchange in arriving.exchanges:
             incoming = exchange.result(timeout_s=EXCHANGE_TIMEOUT_S)
-            piece.place(incoming, into=arriving.memory, first=span.start - span.place)
+            if not piece.is_in_order:
+                piece.place(incoming, into=arriving.memory, first=span.start - span.place)
         for name, view in arriving.unit.views(arriving.memory).items():
             self._parameters[name].data = view
         self.waited_s += time.perf_counter() - start

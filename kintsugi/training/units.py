@@ -12,7 +12,7 @@ kernel finds a weight aligned otherwise than where all weights are there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,12 +142,3 @@ def _ranges(slots: Sequence[LayoutSlot], part: LayoutPart) -> Iterator[tuple[Lay
 def _stretch_of(slot: LayoutSlot, *, box: Box, part: str) -> Stretch:
     decayed, plain = box.stretches(part)
     return decayed if slot.start < box.layout.parts[part].decayed_stop else plain
-
-
-def sizes_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Parameters of each unit of a model with these parameters."""
-    sizes: dict[str, int] = {}
-    for name, shape in shapes.items():
-        unit = unit_name(name)
-        sizes[unit] = sizes.get(unit, 0) + math.prod(shape)
-    return sizes
