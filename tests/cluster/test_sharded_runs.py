@@ -33,6 +33,13 @@ LONGEST_S = 300.0
 """Runs of four ranks on two busy cores take a minute; this only bounds a broken one."""
 
 
+ALGORITHMS = {
+    "ppo": ("warmup=null", "algorithm.name=ppo", "algorithm.beta=0.05", "algorithm.updates_per_step=2"),
+    "reward model": ("warmup=null", "algorithm.name=reward_model", "algorithm.group_size=2"),
+}
+"""Without a warm-up: critic and reference begin as the initial actor, which every rank has had whole."""
+
+
 def layout(ranks: int, shards: int, stages: int = 1, gather: str = "step") -> tuple[str, ...]:
     return (
         f"actor.workers={ranks}",
@@ -43,9 +50,9 @@ def layout(ranks: int, shards: int, stages: int = 1, gather: str = "step") -> tu
     )
 
 
-def undisturbed(run: Run, *, ranks: int, shards: int, stages: int = 1, gather: str = "step") -> None:
+def undisturbed(run: Run, *more: str, ranks: int, shards: int, stages: int = 1, gather: str = "step") -> None:
     run.longest_s = LONGEST_S
-    run.start(*layout(ranks, shards, stages, gather))
+    run.start(*layout(ranks, shards, stages, gather), *more)
     run.finish()
 
 
@@ -170,6 +177,13 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
         begun=layout(2, 2),
     ),
 }
+for algorithm, settings in ALGORITHMS.items():
+    SCENARIOS[f"{algorithm} on one rank"] = partial(
+        lambda run, of: undisturbed(run, *of, ranks=1, shards=1), of=settings
+    )
+    SCENARIOS[f"{algorithm} by layer"] = partial(
+        lambda run, of: undisturbed(run, *of, ranks=2, shards=2, gather="layer"), of=settings
+    )
 LOST = {
     "a shard killed": {"model-2"},
     "a replica killed": {"model-1"},
@@ -193,7 +207,19 @@ def run_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return play_selected(SCENARIOS, request, tmp_path_factory.mktemp("sharded"), at_once=1)
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "one rank"])
+OF_ALGORITHMS = [f"{name} {how}" for name in ALGORITHMS for how in ("on one rank", "by layer")]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_critic_a_reference_and_a_reward_model_have_the_bits_of_one_rank_by_layer(
+    name: str, run_of: Callable[[str], Run]
+) -> None:
+    one, by_layer = (run_of(f"{name} {how}") for how in ("on one rank", "by layer"))
+    assert by_layer.summary.weights_sha256 == one.summary.weights_sha256
+    assert digests(by_layer).keys() == digests(one).keys()
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in ("one rank", *OF_ALGORITHMS)])
 def test_the_weights_are_those_of_one_rank(name: str, run_of: Callable[[str], Run]) -> None:
     run, twin = run_of(name), run_of("one rank")
     assert run.summary.weights_sha256 == twin.summary.weights_sha256
