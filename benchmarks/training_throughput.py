@@ -46,6 +46,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "qk_norm": True,
     },
+    "135m": {
+        "family": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_layers": 30,
+        "num_heads": 9,
+        "num_kv_heads": 3,
+        "head_dim": 64,
+        "tie_embeddings": True,
+    },
     "0.6b": {
         "family": "qwen3",
         "hidden_size": 1024,

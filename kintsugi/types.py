@@ -335,6 +335,8 @@ class DeviceSource(msgspec.Struct, frozen=True, tag="device"):
     counter_offset: int
     event: bytes
     event_is_needed: bool
+    number: int = 0
+    """Number that the memory carries while it holds this version; 0: not known."""
 
 
 class CollectiveSource(msgspec.Struct, frozen=True, tag="collective"):

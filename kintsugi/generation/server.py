@@ -56,6 +56,7 @@ from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.peak_memory import PEAKS
+from kintsugi.runtime.spans import SPANS
 from kintsugi.telemetry.events import Note, WeightsFromFallback
 from kintsugi.transport import Delivery, Reply
 from kintsugi.types import Fragment, WeightManifest, WeightSource
@@ -435,8 +436,10 @@ def main(bootstrap: Bootstrap) -> int:
     """Open the back end that the run folder describes, register with the master, and serve until shutdown."""
     torch.set_num_threads(1)
     config = load_config(RunFolder(bootstrap.run_dir).config_file)
-    device = choose_device(bootstrap.process, broken=bootstrap.broken_chips)
-    backend = open_backend(bootstrap, config, device=device)
+    with SPANS.around("open_device"):
+        device = choose_device(bootstrap.process, broken=bootstrap.broken_chips)
+    with SPANS.around("open_backend"):
+        backend = open_backend(bootstrap, config, device=device)
     policy = config.cluster.share_device
     memory = memory_of(backend, policy=policy, device=device)
 
@@ -458,7 +461,8 @@ def main(bootstrap: Bootstrap) -> int:
             join=partial(receive, keys=shell.keys),
         )
         lease = open_lease(shell, policy=policy, device=identity(device), memory=memory)
-        warm_up(backend, policy=policy, device=device)
+        with SPANS.around("warm_up"):
+            warm_up(backend, policy=policy, device=device)
         fetch, verify = partial(_fetch, shell, fetcher), verification_of(backend)
         GenerationServer(
             shell, backend, fetch=fetch, lease=lease, verify=verify, note_memory=partial(_note_memory, device)

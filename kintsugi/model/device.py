@@ -51,9 +51,15 @@ def prepare(bootstrap: Prepared) -> int:
         torch.cuda.init()
         gpus = usable_gpus(bootstrap.broken_chips)
         if len(gpus) == 1:
-            torch.empty(1, device=gpus[0])
-            torch.cuda.synchronize(gpus[0])
+            initialize(gpus[0])
     return 0
+
+
+def initialize(device: torch.device) -> None:
+    """Create this process's context on an accelerator, which takes tenths of a second; does nothing on a CPU."""
+    if device.type == "cuda":
+        torch.empty(1, device=device)
+        torch.cuda.synchronize(device)
 
 
 def identity(device: torch.device) -> str:

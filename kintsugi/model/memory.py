@@ -45,6 +45,13 @@ _PIECE_BYTES = 256 << 20
 _STATE_BYTES, _GRADIENT_BYTES = 12, 4
 
 
+def published_versions(config: Config) -> int:
+    """Versions of the weights that a rank keeps on a card for servers there. A synchronous run publishes the next one
+    only when every server has the last one; a server that is late, or new in that moment, finds it overwritten and
+    loads the next."""
+    return 1 if config.asynchrony.max_staleness == 0 else 2
+
+
 class ProcessMemory(msgspec.Struct, frozen=True):
     """Bytes of one process at its peak, by what they are for."""
 
@@ -231,7 +238,8 @@ class RunMemory(msgspec.Struct, frozen=True):
         if self.num_devices:
             index = device_index(process, num_devices=self.num_devices)
             if any(role_of(name) is Role.SERVER for name in self.on_device(index)):
-                computed["published"] = kept.pop("published")
+                del kept["published"]
+                computed["published"] = published_versions(self.config) * self._width * self.num_actor
             computed["slack"] = int(SLACK * sum(computed.values()))
         return self._placed(computed, kept)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 
@@ -25,6 +26,15 @@ class Spans:
         the caller does not change them afterwards."""
         if self._record is not None:
             self._record(name, attributes, since, self._clock.monotonic() if until is None else until)
+
+    @contextmanager
+    def around(self, name: str) -> Iterator[None]:
+        """Record a span around a block, also around one that fails."""
+        since = self._clock.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, {}, since=since)
 
 
 SPANS = Spans()

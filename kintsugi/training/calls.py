@@ -179,7 +179,7 @@ class TrainingCalls(ABC):
         waits = objective.part == ACTOR and state.actor_waits(call.step)
         for samples in shards.values():
             check_staleness(samples, step=call.step)
-        with result.timed("forward_backward"):
+        with result.timed("pack"):
             batches = self._cut(shards, kept=objective.kept)
         totals: list[Totals] = []
         updates: list[Update] = []
@@ -187,18 +187,21 @@ class TrainingCalls(ABC):
             total = self._total(
                 call, batches, objective=objective, groups=groups, learns=not waits, result=result
             )
-            totals.append(_named(total, objective))
+            with result.timed("device"):  # An accelerator has only been given its work so far.
+                totals.append(_named(total, objective))
             state.note_peak()
             if index == 0:
                 _check_whole(totals[0], call)
-                state.begin_update(check=self._check)
+                with result.timed("snapshot_wait"):
+                    state.begin_update(check=self._check)
             with result.timed("optimizer"):
                 update = (
                     NOT_UPDATED if waits else state.update(total.gradient, part=objective.part, groups=groups)
                 )
                 updates.append(update)
         if call.prepares:
-            state.end_update(call.step)
+            with result.timed("prepare"):
+                state.end_update(call.step)
             COUNTERS.add("steps")
         else:
             state.pause_update()

@@ -190,9 +190,15 @@ class RankState(ABC):
         """Whether the last process of this name has left a state that this one may be repaired from."""
         return any(slot.header is not None for slot in self._snapshots.slots)
 
+    def begin_load(self) -> None:
+        """Begin to load the newest snapshot of the last process of this name, which a repair is about to ask for.
+        Until then nothing may use the live state, except `fill_initial`, which waits for the copy."""
+        self._copies.begin_load()
+
     def fill_initial(self, fill: Callable[[Mapping[str, Any]], None]) -> None:
         """Let `fill` write the actor's initial weights, by name; everything else becomes zero."""
         assert self.is_fresh, f"the state of step {self.committed_step} would be lost"
+        self._copies.settle()
         self._live[...] = 0
         self._take_initial(fill)
         self._committed_digest = ""

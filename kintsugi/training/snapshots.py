@@ -14,15 +14,10 @@ state. The latest committed snapshot is never overwritten.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -37,12 +32,13 @@ from kintsugi.checkpoint.snapshot import (
     SnapshotSlot,
     find_slot,
 )
-from kintsugi.errors import IntegrityError, RefusedError
+from kintsugi.errors import DeadlineExceeded, IntegrityError, RefusedError
 from kintsugi.model.arrays import Array, copied, from_buffer, is_on_accelerator
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import TensorPlace
 from kintsugi.protocol.recovery import StateFetched
 from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.spans import SPANS
 from kintsugi.runtime.waits import join, wait
 from kintsugi.telemetry.collect.cgroups import available_memory_bytes
 from kintsugi.training.digests import digest as digest_bytes
@@ -50,12 +46,6 @@ from kintsugi.types import WeightManifest
 
 INLINE_BYTES = 4 << 20
 """Smaller states are copied inline, because starting a thread would take longer."""
-TRANSFER_BYTES = 32 << 20
-"""Size of one transfer to the host. Small transfers of other threads can run between two of these."""
-PINNED_BYTES = 32 * TRANSFER_BYTES
-"""Memory that is pinned in one call: a multiple of what is copied in one."""
-POPULATING_THREADS = 8
-_MADV_POPULATE_WRITE = 23
 COPY_TIMEOUT_S = 600.0
 HOLD_TIMEOUT_S = 3600.0
 """Limit for a save to read its snapshot. A save that hangs is ended by the deadline of its request long before."""
@@ -234,10 +224,8 @@ class StateSnapshots:
         self._copy: _Copy | None = None
         self._holds: list[list[SlotHold]] = [[] for _ in snapshots.slots]
         """Holds by slot; those that were released are dropped when the next one is taken."""
-        if is_on_accelerator(live):
-            # The one first that a repair would read.
-            newest_first = sorted(range(len(self._views)), key=self._serial, reverse=True)
-            self._pin([self._views[index] for index in newest_first])
+        self._transfer = transfer_of(live)
+        self._loading: _Loading | None = None
 
     @property
     def committed(self) -> Array | None:
@@ -247,7 +235,7 @@ class StateSnapshots:
     def prepare(self, counters: CopyCounters) -> str:
         """Start to copy the live state, which `counters` describe; return its digest, perhaps before the copy ends."""
         self.settle()
-        index = self._spare()  # It need not be pinned yet: then the copy, which nothing waits for, is slower.
+        index = self._spare()
         slot, view = self._snapshots.slots[index], self._views[index]
         serial = self._snapshots.next_serial
         holds = [hold for hold in self._holds[index] if not hold.released]
@@ -259,7 +247,7 @@ class StateSnapshots:
         self._prepared = index
         # Before the copy starts: the digest would otherwise wait in the device's queue behind the copy.
         digest = digest_of(counters, self._live, box=self._box)
-        self._copy = _Copy(self._live, into=view, holds=holds, begin=slot.begin)
+        self._copy = _Copy(self._live, into=view, holds=holds, begin=slot.begin, transfer=self._transfer)
         self._copy.then(lambda: slot.prepare(_header(counters, digest=digest, serial=serial, box=self._box)))
         return digest
 
@@ -306,8 +294,6 @@ class StateSnapshots:
             return
         self._views.append(_view(slot, like=self._live))
         self._holds.append([])
-        if is_on_accelerator(self._live):
-            self._pin(self._views[-1:])
 
     def _take_hold(self, index: int, hold: SlotHold) -> SlotHold:
         # Revoked ones are released only when their thread has noticed.
@@ -350,7 +336,16 @@ class StateSnapshots:
         """Make the live state the committed one again."""
         assert self._committed is not None
         self.drop_prepared()
-        copy_pieces(self._views[self._committed], into=self._live)
+        self._load_slot(self._committed)
+
+    def begin_load(self) -> None:
+        """Begin to copy the newest snapshot that the previous incarnation left into the live state, beside what else
+        has to be done before a repair asks for it. Until then nothing may use the live state."""
+        index = max(range(len(self._views)), key=self._serial)
+        header = self._snapshots.slots[index].header
+        if header is not None and header.box == self._box and self._live.nbytes >= INLINE_BYTES:
+            after = _recorded_event(self._live)
+            self._loading = _Loading(index, header, lambda: self._load_slot(index, after=after))
 
     def digest(self, counters: CopyCounters) -> str:
         """Digest of the live state as it is now."""
@@ -359,16 +354,19 @@ class StateSnapshots:
     def adopt(self, step: int, *, digest: str) -> CopyCounters:
         """Adopt the snapshot of `step` that the previous incarnation of this process left, verified."""
         self._revoke()
+        loading = self._loading
         self.settle()
         slot, header = find_slot(self._snapshots.slots, step, digest=digest)
         index = self._snapshots.slots.index(slot)
         counters, view = _counters(header), self._views[index]
-        if is_on_accelerator(self._live):  # A device hashes the copy much faster than the host the original.
-            copy_pieces(view, into=self._live)
-        found = digest_of(counters, self._live if is_on_accelerator(self._live) else view, box=self._box)
+        is_loaded = loading is not None and loading.has_loaded(index, header)
+        if is_on_accelerator(self._live) and not is_loaded:
+            self._load_slot(index)  # A device hashes the copy much faster than the host the original.
+            is_loaded = True
+        found = digest_of(counters, self._live if is_loaded else view, box=self._box)
         if found != header.digest:
             raise IntegrityError(f"the snapshot of step {step} hashes to {found}, expected {header.digest}")
-        self._keep(index, is_loaded=is_on_accelerator(self._live))
+        self._keep(index, is_loaded=is_loaded)
         return counters
 
     def copy_from(
@@ -382,7 +380,10 @@ class StateSnapshots:
             )
         counters, theirs = _counters(header), _view(slot, like=self._live)
         self.fill(
-            counters, lambda view: copy_pieces(theirs, into=view), digest=header.digest, reference=reference
+            counters,
+            lambda view: _copy_on_host(theirs, into=view),
+            digest=header.digest,
+            reference=reference,
         )
         return counters
 
@@ -465,6 +466,9 @@ class StateSnapshots:
     def settle(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait until the running copy has ended; raises if it failed. `check` is called while the copy waits for a
         save, and raises if the wait has to be given up."""
+        if self._loading is not None:
+            self._loading.finish()
+            self._loading = None
         copy = self._copy
         if copy is None:
             return
@@ -477,28 +481,6 @@ class StateSnapshots:
         copy = self._copy
         if copy is not None:
             copy.finish()
-
-    def _pin(self, views: Sequence[Any]) -> None:
-        """Register slots as pinned memory, in the background, because it takes seconds for a large state. Nothing waits
-        for it."""
-        threading.Thread(target=self._run_pin, args=(views,), name="pin-snapshots", daemon=True).start()
-
-    def _run_pin(self, views: Sequence[Any]) -> None:
-        """Pin in pieces: the driver serves no other thread of the process meanwhile. If the device refuses, copies are
-        only slower."""
-        import torch
-
-        runtime: Any = torch.cuda.cudart()
-        for view in views:
-            for start in range(0, view.nbytes, PINNED_BYTES):
-                address, size = view.data_ptr() + start, min(PINNED_BYTES, view.nbytes - start)
-                populate(address, size)
-                if int(runtime.cudaHostRegister(address, size, 0)) == 0:
-                    weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
-                    continue
-                with suppress(RuntimeError):  # The next operation reports the refusal; this one consumes it.
-                    torch.zeros(1, device=self._live.device)
-                return
 
     def _serial(self, index: int) -> int:
         """Order in which the slots were written; -1 for one without a complete payload."""
@@ -530,16 +512,54 @@ class StateSnapshots:
                 slot.clear()
         self._committed, self._prepared = index, None
         if not is_loaded:
-            copy_pieces(self._views[index], into=self._live)
+            self._load_slot(index)
+
+    def _load_slot(self, index: int, *, after: Any = None) -> None:
+        """Copy a slot into the live state, after everything that was enqueued on the device, or after an event."""
+        since = SYSTEM_CLOCK.monotonic()
+        after = after or _recorded_event(self._live)
+        self._transfer(self._views[index], into=self._live, after=after)
+        _note_copy("load_snapshot", self._live, since=since)
+
+
+class _Loading:
+    """A snapshot on its way into the live state, before it is known whether it is the one that a repair asks for."""
+
+    def __init__(self, index: int, header: SlotHeader, load: Callable[[], None]) -> None:
+        self._index, self._header, self._load = index, header, load
+        self._done = False
+        self._thread = threading.Thread(target=self._run, name="load-snapshot", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with suppress(RuntimeError, DeadlineExceeded):  # The repair then copies the snapshot itself.
+            self._load()
+            self._done = True
+
+    def finish(self) -> None:
+        """Wait until nothing is written into the live state any more."""
+        what = "the copy of the last snapshot"
+        join(self._thread, whom="this process", what=what, timeout_s=COPY_TIMEOUT_S)
+
+    def has_loaded(self, index: int, header: SlotHeader) -> bool:
+        """Whether the live state has this snapshot, as far as the copy shows: it is not verified yet."""
+        return self._done and (index, header) == (self._index, self._header)
 
 
 class _Copy:
     """Copy of a tensor into host memory, in a background thread if it is large or the target is held."""
 
     def __init__(
-        self, tensor: Array, *, into: Array, holds: Sequence[SlotHold], begin: Callable[[], None]
+        self,
+        tensor: Array,
+        *,
+        into: Array,
+        holds: Sequence[SlotHold],
+        begin: Callable[[], None],
+        transfer: Transfer,
     ) -> None:
         """With `holds` on the target the copy begins, with a call of `begin`, when they are released."""
+        self._copy_all = transfer
         self._tensor = tensor
         self._into = into
         self._holds = holds
@@ -550,7 +570,7 @@ class _Copy:
         self._copied = False
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._ready = _recorded_event(tensor) if is_on_accelerator(tensor) else None
+        self._ready = _recorded_event(tensor)
         if tensor.nbytes < INLINE_BYTES and not holds:
             self._run()
         else:
@@ -613,60 +633,46 @@ class _Copy:
             self._error = error
 
     def _transfer(self) -> None:
-        if self._ready is None:
-            self._into[...] = self._tensor
-            return
-        import torch
-
-        stream = torch.cuda.Stream(self._tensor.device)
-        with torch.cuda.stream(stream):
-            stream.wait_event(self._ready)
-            copy_pieces(self._tensor, into=self._into)
-        stream.synchronize()
+        since = SYSTEM_CLOCK.monotonic()
+        self._copy_all(self._tensor, into=self._into, after=self._ready)
+        _note_copy("copy_snapshot", self._tensor, since=since)
 
 
-def copy_pieces(array: Any, *, into: Any) -> None:
-    """Copy between host and device in pieces, none of which lies in two ranges of pinned memory. To a device the copy
-    is only enqueued, after everything that was enqueued on the current stream.
+class Transfer(Protocol):
+    """Copies a whole state, or its snapshot; returns when all of it has arrived."""
 
-    To the host each piece is awaited: the device copies in the order of requests, and with a second one in its queue it
-    would not bring anything else to the host, such as the digests of published weights, before the whole state.
-    """
-    if not (is_on_accelerator(array) or is_on_accelerator(into)):
-        into[...] = array
-        return
-    import torch
+    def __call__(self, source: Any, /, *, into: Any, after: Any) -> None:
+        """`after`: event of the device with which the source is complete and the target free; None on a host."""
+        ...
 
-    numel = TRANSFER_BYTES // array.element_size()
-    for source, target in zip(array.view(-1).split(numel), into.view(-1).split(numel), strict=True):
-        target.copy_(source, non_blocking=True)
-        if array.is_cuda:
-            torch.cuda.current_stream(array.device).synchronize()
+
+def transfer_of(live: Any) -> Transfer:
+    """Choose how this state and its snapshots in host memory are copied into each other."""
+    if not is_on_accelerator(live):
+        return _copy_on_host
+    from kintsugi.training.staged_copies import DeviceLane, StagedCopies
+
+    device = live.device
+    return StagedCopies(lambda: DeviceLane(device)).copy
+
+
+def _copy_on_host(source: Any, /, *, into: Any, after: Any = None) -> None:
+    into[...] = source
 
 
 def _recorded_event(tensor: Any) -> Any:
-    """Event after everything that is enqueued on the tensor's device now."""
+    """Event after everything that is enqueued on the tensor's device now; None on a host."""
+    if not is_on_accelerator(tensor):
+        return None
     import torch
 
     return torch.cuda.current_stream(tensor.device).record_event()
 
 
-def populate(address: int, size: int) -> None:
-    """Let the kernel allocate these pages, without a change of their contents and without a lock of the interpreter or
-    the driver. One thread clears about 2 GB/s, so several share the work. Kernels before 5.14 refuse, and allocate the
-    pages at first use."""
-    madvise = ctypes.CDLL(None).madvise
-
-    def part(start: int, stop: int) -> None:
-        madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(stop - start), _MADV_POPULATE_WRITE)
-
-    count = min(POPULATING_THREADS, os.cpu_count() or 1)
-    ends = [size * index // count // mmap.PAGESIZE * mmap.PAGESIZE for index in range(count)] + [size]
-    threads = [threading.Thread(target=part, args=each, daemon=True) for each in pairwise(ends)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        join(thread, whom="this process", what="memory for its snapshots", timeout_s=COPY_TIMEOUT_S)
+def _note_copy(name: str, tensor: Array, *, since: float) -> None:
+    """Record a span for the copy of a large state."""
+    if tensor.nbytes >= INLINE_BYTES:
+        SPANS.add(name, {"bytes": tensor.nbytes}, since=since)
 
 
 def _view(slot: SnapshotSlot, *, like: Array) -> Array:

@@ -15,6 +15,7 @@ from kintsugi.device_lease.memory import KeptMemory, MovedMemory, check_policy
 from kintsugi.model.arrays import Array
 from kintsugi.model.device import choose_device, identity, use_deterministic_kernels
 from kintsugi.model.device_usage import device_gauges
+from kintsugi.model.memory import published_versions
 from kintsugi.model.plan import plan_companions
 from kintsugi.model.seats import mesh_of, seat_of
 from kintsugi.protocol.training import RunCall
@@ -139,8 +140,10 @@ class TorchFramework:
             return weights
         return joined_weights(weights, shapes=state.weight_shapes, slices=state.slices, group=groups.tensors)
 
-    def device_publisher(self, *, host: str) -> DevicePublisher | None:
-        return DeviceSlots(self._device, host=host) if self._device.type == "cuda" else None
+    def device_publisher(self, config: Config, *, host: str) -> DevicePublisher | None:
+        if self._device.type != "cuda":
+            return None
+        return DeviceSlots(self._device, host=host, versions_kept=published_versions(config))
 
     def transports(
         self, *, process: str, store: str, keys: tuple[bytes, bytes], emit: Callable[[Event], None]

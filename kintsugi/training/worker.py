@@ -295,7 +295,8 @@ class ModelWorker:
     def _answer(self, body: Body) -> Body:
         if self._is_blank and not isinstance(body, WITHOUT_WEIGHTS):
             self._is_blank = False
-            self._framework.fill_initial(self._state, self._config)
+            with SPANS.around("load_model"):
+                self._framework.fill_initial(self._state, self._config)
         match body:
             case RunCall():
                 return self._run_call(body)
@@ -697,7 +698,13 @@ class DeviceLeaseGuard:
 
 
 def open_publisher(
-    shell: Shell, bulk: BulkServer, framework: Framework, *, segments: SegmentClient | None, store: str
+    shell: Shell,
+    bulk: BulkServer,
+    framework: Framework,
+    config: Config,
+    *,
+    segments: SegmentClient | None,
+    store: str,
 ) -> Publisher:
     """Create the publisher of a rank's weights with every transport; `store` is where servers of a collective meet."""
 
@@ -712,7 +719,7 @@ def open_publisher(
         bulk=bulk,
         emit=emit,
         folder=RunFolder(shell.bootstrap.run_dir).published_weights_folder(shell.process).absolute(),
-        device=framework.device_publisher(host=host),
+        device=framework.device_publisher(config, host=host),
         transports=(
             *framework.transports(process=shell.process, store=store, keys=shell.keys, emit=emit),
             RelayTransport(submit, process=shell.process, agent=shell.bootstrap.agent, emit=emit),
@@ -732,7 +739,8 @@ def open_delivery(shell: Shell, bulk: BulkEndpoint) -> CheckpointDelivery:
 def main(bootstrap: Bootstrap) -> int:
     """Load the model, register, and serve until the process is asked to shut down."""
     config = load_config(RunFolder(bootstrap.run_dir).config_file)
-    framework = open_framework(config, bootstrap)
+    with SPANS.around("open_device"):
+        framework = open_framework(config, bootstrap)
     with ExitStack() as resources:
         keys = (bootstrap.public_key, bootstrap.secret_key)
         store = StoreServer(_interface(bootstrap.bind), keys=keys, known_as=bootstrap.known_as)
@@ -740,19 +748,26 @@ def main(bootstrap: Bootstrap) -> int:
         segments = SegmentClient(bootstrap.segments) if bootstrap.segments else None
         if segments is not None:
             resources.enter_context(closing(segments))
-        state = framework.open_state(config, process=bootstrap.process, segments=segments)
+        with SPANS.around("open_state"):
+            state = framework.open_state(config, process=bootstrap.process, segments=segments)
         # A replacement, and a rank of a resumed run, is about to be repaired from a later state.
         is_blank = state.has_snapshot or any(RunFolder(bootstrap.run_dir).checkpoints_folder.glob("step-*"))
         if not is_blank:
-            framework.fill_initial(state, config)
+            with SPANS.around("load_model"):
+                framework.fill_initial(state, config)
+        elif state.has_snapshot and config.cluster.share_device != "offload":
+            state.begin_load()  # Beside the registration, and the group of the ranks.
 
         def body(shell: Shell) -> None:
             server.admit(lambda key: shell.role_of_key(key) in (Role.MODEL, Role.SERVER))
             bulk = resources.enter_context(closing(open_bulk(shell)))
-            publisher = open_publisher(shell, bulk.server, framework, segments=segments, store=server.address)
+            publisher = open_publisher(
+                shell, bulk.server, framework, config, segments=segments, store=server.address
+            )
             policy = config.cluster.share_device
             memory = framework.device_memory(state, policy=policy)
             lease = open_lease(shell, policy=policy, device=framework.chip, memory=memory)
+            opening = SYSTEM_CLOCK.monotonic()
             worker = ModelWorker(
                 shell,
                 state,
@@ -770,6 +785,7 @@ def main(bootstrap: Bootstrap) -> int:
                 is_blank=is_blank,
                 delivery=open_delivery(shell, bulk) if bootstrap.run_folder_agent else None,
             )
+            SPANS.add("open_calls", {}, since=opening)
             if state.why_private:
                 shell.events.emit(Note(f"snapshots of the state end with this process: {state.why_private}"))
             with closing(worker):

@@ -76,9 +76,14 @@ class PublishTransport(Protocol):
 class DevicePublisher(Protocol):
     """Memory of the accelerator that other processes can map (`device.DeviceSlots`)."""
 
+    @property
+    def versions_kept(self) -> int:
+        """Versions that are in the memory at the same time: one or two."""
+        ...
+
     def hold(self, named: Mapping[str, Array], *, version: int) -> tuple[Mapping[str, Array], WeightSource]:
-        """Copy the weights into memory that does not change until two versions later; return the copies and their
-        source."""
+        """Copy the weights into memory that does not change until `versions_kept` versions later; return the copies and
+        their source."""
         ...
 
 
@@ -131,7 +136,7 @@ class Publisher:
         Versions from this one on, which a rollback may have left, are withdrawn first.
         """
         version = order.version
-        for old in [old for old in self._versions if old >= version or old <= version - VERSIONS_KEPT]:
+        for old in [old for old in self._versions if self._is_over(old, version=version)]:
             self._withdraw(old)
         sources: list[WeightSource] = []
         if self._device is not None and "in_place" in order.transports:
@@ -149,6 +154,13 @@ class Publisher:
         if "disk" in order.transports:
             sources += self._store(version_layout, order)
         return version_layout.manifest, (*sources, StreamSource(self._process))
+
+    def _is_over(self, old: int, *, version: int) -> bool:
+        """Whether nothing may be read from an old version any more once this one is published."""
+        kept = VERSIONS_KEPT
+        if self._device is not None and self._versions[old].buffer is None:
+            kept = self._device.versions_kept
+        return old >= version or old <= version - kept
 
     def _copy_version(
         self,

@@ -92,6 +92,7 @@ def test_a_rank_of_half_a_billion_parameters_peaks_at_19_bytes_each_and_its_acti
     peaks = PeakMemory()
     monkeypatch.setattr(state_module, "PEAKS", peaks)
     stage, parameters = new_stage(actor=actor()), num_parameters(LARGE)
+    torch.cuda.init()  # Before it, there are no statistics to reset.
     before = torch.cuda.memory_allocated(CUDA)
     torch.cuda.reset_peak_memory_stats(CUDA)
     state = large_state()

@@ -44,7 +44,7 @@ def test_a_state_of_three_gigabytes_is_saved_beside_training_and_restored_with_t
         return digest
 
     digest = train(1)
-    train(2)  # Both slots are in memory and pinned.
+    train(2)  # Both slots are in memory.
     copies.settle()
     digest = train(3)
     replies: list[object] = []

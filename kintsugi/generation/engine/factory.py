@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ from kintsugi.generation.engine.kv_blocks import num_pages_of
 from kintsugi.generation.native.library import why_not
 from kintsugi.generation.native.runner import NATIVE_DTYPES, NativeRunner, head_shape
 from kintsugi.model.architecture import ModelConfig
-from kintsugi.model.device import identity, usable_gpus
+from kintsugi.model.device import identity, initialize, usable_gpus
 from kintsugi.model.known_answer import KnownAnswer
 from kintsugi.model.memory import DeviceReading, RunMemory
 from kintsugi.model.plan import plan_companions, plan_model
@@ -32,6 +33,7 @@ from kintsugi.model.transformer import Transformer
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.disk import storage_errors
+from kintsugi.runtime.waits import join
 
 _GIB = 2**30
 SHARE_OF_FREE_MEMORY = 0.5
@@ -41,6 +43,8 @@ SHARE_OF_OWN_MEMORY = 0.8
 """Share of what the other processes of a run leave free; the rest is for this server's own activations."""
 STEPS_PER_ITERATION = 8
 """Decode steps per iteration on an accelerator; new weights wait for an iteration to end."""
+PLAN_TIMEOUT_S = 600.0
+"""Limit for reading the description of a model; the folder may be on a slow file system."""
 _COMPILED, _EAGER = "compiled", "eager"
 
 
@@ -133,7 +137,7 @@ def open_backend(bootstrap: Bootstrap, config: Config, *, device: torch.device) 
         index = int(bootstrap.process.rpartition("-")[2])
         folder = RunFolder(bootstrap.run_dir).external_weights_folder(bootstrap.process)
         return backends.open_backend(config, index, folder=folder)
-    architecture, tokenizer = plan_model(config)
+    architecture, tokenizer = plan_beside(config, lambda: initialize(device))
     dtype = getattr(torch, config.actor.dtype)
     native = None
     if device.type == "cpu":
@@ -153,6 +157,29 @@ def open_backend(bootstrap: Bootstrap, config: Config, *, device: torch.device) 
         most_cache_bytes=_cache_limit(bootstrap, config, device=device),
         native=native,
     )
+
+
+def plan_beside(config: Config, work: Callable[[], object]) -> tuple[ModelConfig, Tokenizer]:
+    """Plan the model in a thread beside other work: reading a vocabulary of 150 thousand tokens takes tenths of a
+    second, without the interpreter's lock."""
+    found: list[tuple[ModelConfig, Tokenizer]] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(plan_model(config))
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: raised by the caller of this function.
+            errors.append(error)
+
+    planning = threading.Thread(target=run, name="plan-model", daemon=True)
+    planning.start()
+    try:
+        work()
+    finally:
+        join(planning, whom="this process", what="its model's plan", timeout_s=PLAN_TIMEOUT_S)
+    if errors:
+        raise errors[0]
+    return found[0]
 
 
 def why_not_native(architecture: ModelConfig, *, dtype: torch.dtype) -> str:

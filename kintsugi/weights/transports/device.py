@@ -1,8 +1,9 @@
 """Weights in an accelerator's memory: digested there, held for other processes on the same accelerator, and read from
 there.
 
-The two latest versions are held in memory that is allocated once and never freed, because the publisher does not know
-when the last reader in another process is done. A reader verifies a version where it is held and copies it straight
+Versions are held in memory that is allocated once and never freed, because the publisher does not know when the last
+reader in another process is done: the two latest ones, or the latest alone where the next one is published only after
+every server has it, as in a synchronous run. A reader verifies a version where it is held and copies it straight
 into place, so it needs no memory of its own. Since the publisher does not wait for readers, its memory carries a
 number that changes before a version is overwritten: a reader that finds another number after its copy has copied parts
 of two versions.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -74,17 +76,18 @@ def _brought_to_host(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, npt.
 
 
 class DeviceSlots:
-    """The publisher's memory: each version takes the place of the last but one."""
+    """The publisher's memory: each version takes the place of the last but one, or of the last one."""
 
-    def __init__(self, device: torch.device, *, host: str) -> None:
+    def __init__(self, device: torch.device, *, host: str, versions_kept: int = VERSIONS_KEPT) -> None:
         self._device = device
+        self.versions_kept = versions_kept
         self._host = host
         self._slots: dict[int, tuple[Tensor, DeviceSource]] = {}
         self._number = _BEING_WRITTEN
 
     def hold(self, named: Mapping[str, Tensor], *, version: int) -> tuple[dict[str, Tensor], DeviceSource]:
-        """Copy the weights; return the copies and their source. A version that is published again does not overwrite
-        itself, because it may be read meanwhile."""
+        """Copy the weights; return the copies and their source. Where two versions are kept, one that is published
+        again does not overwrite itself, because it may be read meanwhile."""
         self._number += 1
         memory, source = self._slot(self._number, size=aligned(layout_size(named)) + ALIGNMENT)
         held = {}
@@ -98,13 +101,13 @@ class DeviceSlots:
             number.fill_(self._number)
         # Readers in other processes are not ordered after this stream.
         to_host([number], what=f"a copy of version {version}")
-        return held, source
+        return held, msgspec.structs.replace(source, number=self._number)
 
     def _slot(self, number: int, *, size: int) -> tuple[Tensor, DeviceSource]:
-        slot = self._slots.get(number % VERSIONS_KEPT)
+        slot = self._slots.get(number % self.versions_kept)
         if slot is None or slot[0].numel() != size:
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-            slot = self._slots[number % VERSIONS_KEPT] = (memory, self._exported(memory))
+            slot = self._slots[number % self.versions_kept] = (memory, self._exported(memory))
         return slot
 
     def _exported(self, memory: Tensor) -> DeviceSource:
@@ -138,6 +141,11 @@ class MappedSlots:
         where = f"the memory of {source.chip}"
         with self._on_stream(), torch.no_grad():
             number = self._number(memory)
+            if source.number not in (0, number):
+                raise IntegrityError(
+                    f"version {manifest.version} from {where} was overwritten before it was read: expected number "
+                    f"{source.number}, got {number}"
+                )
             found = {
                 piece.name: memory[piece.offset : piece.offset + piece.size]
                 .view(getattr(torch, piece.dtype))

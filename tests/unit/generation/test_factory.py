@@ -1,9 +1,11 @@
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from kintsugi.errors import DeviceOutOfMemory, UserError
+from kintsugi.config.schema import Config, ModelSection, NewModel
+from kintsugi.errors import DeviceOutOfMemory, ModelError, UserError
 from kintsugi.generation.cpu.runner import CpuRunner
 from kintsugi.generation.engine import factory
 from kintsugi.generation.engine.engine import Engine
@@ -11,6 +13,7 @@ from kintsugi.generation.engine.factory import _most_bytes, _num_pages, agreed_s
 from kintsugi.generation.native.library import compiler
 from kintsugi.generation.native.runner import NativeRunner
 from kintsugi.model.architecture import ModelConfig
+from kintsugi.model.plan import plan_model
 from kintsugi.model.tokenizer import character_tokenizer
 from kintsugi.serving.options import make_options
 
@@ -27,6 +30,23 @@ CONFIG = ModelConfig(
 )
 PAGE_BYTES = 16 * 2 * 2 * 2 * 8 * 4
 """Tokens, layers, key and value, heads, their size, bytes."""
+
+
+def test_a_model_is_planned_beside_other_work_and_either_may_fail(tmp_path: Path) -> None:
+    config = Config(name="test", model=ModelSection(new=NewModel(alphabet="ab")))
+    threads: list[str] = []
+    found = factory.plan_beside(config, lambda: threads.append(threading.current_thread().name))
+    assert threads == [threading.current_thread().name]
+    assert (found[0], found[1].vocab_size) == (plan_model(config)[0], plan_model(config)[1].vocab_size)
+    missing = Config(name="test", model=ModelSection(path=str(tmp_path)))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        factory.plan_beside(missing, lambda: None)
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        factory.plan_beside(config, broken)
 
 
 def engine_of(

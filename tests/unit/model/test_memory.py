@@ -109,7 +109,8 @@ def test_weights_are_published_on_the_card_only_beside_a_server() -> None:
     beside, apart = memory(num_devices=1), memory(num_devices=2)
     assert beside.on_device(0) == ["model-0", "server-0"]
     assert (apart.on_device(0), apart.on_device(1)) == (["model-0"], ["server-0"])
-    assert "published" in beside.of_process("model-0").device
+    kept = beside.of_process("model-0").device["published"]
+    assert kept == apart.of_process("model-0").host["published"] // 2
     assert "published" in apart.of_process("model-0").host
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from kintsugi.run_folder.layout import RunFolder
@@ -18,6 +19,17 @@ def test_a_span_is_recorded_with_what_is_known_of_it() -> None:
     spans.add("generate", {"ticket": "grpo:0:17:0"}, since=5.0)
     spans.add("swap", {}, since=5.0, until=5.5)
     assert recorded == [("generate", {"ticket": "grpo:0:17:0"}, 5.0, 7.5), ("swap", {}, 5.0, 5.5)]
+
+
+def test_a_block_is_a_span_also_when_it_fails() -> None:
+    recorded: list[tuple[str, Mapping[str, object], float, float]] = []
+    clock = VirtualClock(start=7.5)
+    spans = Spans(clock)
+    spans.record_to(lambda *span: recorded.append(span))
+    with suppress(RuntimeError), spans.around("load_model"):
+        clock.advance(1.5)
+        raise RuntimeError
+    assert recorded == [("load_model", {}, 7.5, 9.0)]
 
 
 def test_spans_lie_beside_the_events_of_their_process_and_are_read_with_them(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Iterable
 
@@ -12,7 +11,7 @@ import torch
 from kintsugi.checkpoint.snapshot import HeldSnapshots, SlotHeader, SlotStatus, Snapshots
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.training import snapshots as module
-from kintsugi.training.snapshots import CopyCounters, StateSnapshots, digest_of, populate, reference_digest
+from kintsugi.training.snapshots import CopyCounters, StateSnapshots, digest_of, reference_digest
 from tests.unit.training.fakes import FakeSegments
 
 LARGE = module.INLINE_BYTES // 4
@@ -353,9 +352,57 @@ def test_the_reference_of_an_earlier_stage_stays_until_the_next_one_is_committed
     segments.close()
 
 
-@pytest.mark.parametrize("size", [1, mmap.PAGESIZE, 5 * mmap.PAGESIZE, 64 << 20])
-def test_populated_memory_keeps_its_contents(size: int) -> None:
-    memory = memoryview(mmap.mmap(-1, size))
-    memory[0] = memory[-1] = 7
-    populate(torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), size)
-    assert memory[0] == memory[-1] == 7
+def left_snapshots(numel: int, segments: FakeSegments) -> tuple[torch.Tensor, str]:
+    """The state of steps 1 and 2, as a process that was killed left them; the digest of the second."""
+    live = torch.arange(numel, dtype=torch.float32)
+    copies = StateSnapshots(live, snapshots=Snapshots("model-0", size=live.nbytes, segments=segments))
+    digest = ""
+    for step in (1, 2):
+        live.add_(1.0)
+        digest = copies.prepare(CopyCounters(step))
+        copies.commit()
+        copies.settle()
+    return live, digest
+
+
+def successor(numel: int, segments: FakeSegments) -> tuple[torch.Tensor, StateSnapshots]:
+    live = torch.zeros(numel)
+    return live, StateSnapshots(live, snapshots=Snapshots("model-0", size=live.nbytes, segments=segments))
+
+
+@pytest.mark.parametrize("numel", [8, LARGE])
+def test_a_successor_that_loads_the_newest_snapshot_in_advance_adopts_it(numel: int) -> None:
+    segments = FakeSegments()
+    expected, digest = left_snapshots(numel, segments)
+    live, copies = successor(numel, segments)
+    copies.begin_load()
+    assert copies.adopt(2, digest=digest) == CopyCounters(2)
+    assert torch.equal(live, expected) and copies.digest(CopyCounters(2)) == digest
+    segments.close()
+
+
+def test_a_snapshot_that_was_loaded_in_advance_is_verified_in_the_live_state() -> None:
+    segments = FakeSegments()
+    _, digest = left_snapshots(LARGE, segments)
+    live, copies = successor(LARGE, segments)
+    copies.begin_load()
+    assert copies._loading is not None
+    copies._loading.finish()
+    live[0] += 1.0
+    with pytest.raises(IntegrityError, match="the snapshot of step 2 hashes to"):
+        copies.adopt(2, digest=digest)
+    segments.close()
+
+
+def test_a_repair_from_another_step_or_source_replaces_what_was_loaded_in_advance() -> None:
+    segments = FakeSegments()
+    expected, _ = left_snapshots(LARGE, segments)
+    live, copies = successor(LARGE, segments)
+    copies.begin_load()
+    assert copies.adopt(1, digest="") == CopyCounters(1)
+    assert torch.equal(live, expected - 1.0)
+    live, copies = successor(LARGE, segments)
+    copies.begin_load()
+    copies.fill(CopyCounters(5), lambda view: view.fill_(7.0))
+    assert torch.equal(live, torch.full_like(live, 7.0))
+    segments.close()

@@ -63,7 +63,8 @@ def test_a_call_leaves_the_rank_prepared_and_says_how_long_each_part_took() -> N
     done = rank.ask(grpo_call())
     assert isinstance(done, CallDone)
     assert (rank.state.prepared_step, done.state_digest) == (3, rank.state.digest())
-    assert {"fetch", "forward_backward", "reduce", "optimizer"} <= done.timing.keys()
+    parts = {"fetch", "pack", "forward_backward", "reduce", "device", "snapshot_wait", "optimizer", "prepare"}
+    assert parts == done.timing.keys()
     assert done.metrics["loss_tokens"] == 11.0
     assert rank.ask(CommitStep(3)) == Ok()
     assert rank.state.committed_step == 3

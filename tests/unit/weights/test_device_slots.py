@@ -97,9 +97,8 @@ def test_a_version_is_refused_while_another_is_copied_over_it(memories: SharedMe
     slots, reader = DeviceSlots(CPU, host="host-0"), MappedSlots(CPU)
     manifest, source = published(slots, 1)
     memories.exported[0][-64:] = 0  # As the publisher leaves it before its first byte.
-    _, check = reader.take(manifest, source)
-    with pytest.raises(IntegrityError, match="was overwritten while it was copied"):
-        check()
+    with pytest.raises(IntegrityError, match="was overwritten before it was read: expected number 1, got 0"):
+        reader.take(manifest, source)
 
 
 def test_a_reader_that_comes_too_late_for_a_version_gets_none_of_a_later_one(
@@ -109,7 +108,26 @@ def test_a_reader_that_comes_too_late_for_a_version_gets_none_of_a_later_one(
     manifest, source = published(slots, 1)
     published(slots, 2)
     published(slots, 3)
-    with pytest.raises(IntegrityError, match=r"^head of version 1 from the memory of"):
+    with pytest.raises(
+        IntegrityError, match=r"^version 1 from the memory of .* was overwritten before it was read"
+    ):
+        reader.take(manifest, source)
+
+
+def test_a_synchronous_run_holds_its_versions_in_the_memory_of_one(memories: SharedMemories) -> None:
+    slots, reader = DeviceSlots(CPU, host="host-0", versions_kept=1), MappedSlots(CPU)
+    for version in range(5):
+        manifest, source = published(slots, version)
+        found, check = reader.take(manifest, source)
+        check()
+        assert all(torch.equal(found[name], each) for name, each in weights_of(version).items())
+    assert len(memories.exported) == memories.num_mapped == 1
+    published(slots, 5)
+    with pytest.raises(IntegrityError, match=r"version 4 from the memory of .* was overwritten while"):
+        check()
+    with pytest.raises(
+        IntegrityError, match=r"version 4 .* was overwritten before it was read: expected number 5"
+    ):
         reader.take(manifest, source)
 
 
