@@ -309,7 +309,7 @@ class Box:
 
 
 class PieceExchange(NamedTuple):
-    """What one rank sends and receives where a piece of the weights is gathered, in bytes."""
+    """Bytes that one rank sends and receives where a piece of the weights is gathered."""
 
     own: Any
     """This rank's part, once for each rank that takes it from here."""

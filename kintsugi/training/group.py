@@ -111,7 +111,7 @@ def group_title(group_id: int, name: str = "") -> str:
 class Exchange(Protocol):
     """A collective that was started and runs in the background."""
 
-    def result(self, *, timeout_s: float) -> Any:
+    def received(self, *, timeout_s: float) -> Any:
         """Wait until it has ended, and return what was received. Called once."""
         ...
 

@@ -102,7 +102,7 @@ class StartedExchange:
         self.work = work
         self._group, self._outgoing, self._incoming, self._into = group, outgoing, incoming, into
 
-    def result(self, *, timeout_s: float) -> Tensor:
+    def received(self, *, timeout_s: float) -> Tensor:
         """Wait until it has ended, and return what was received."""
         self._group.await_exchange(self, timeout_s=timeout_s)
         if self._incoming is not self._into:
@@ -233,7 +233,8 @@ class ProcessGroup(GroupLife):
         )
         if self.route is Route.NCCL:
             try:
-                exchange.work.wait()
+                work = exchange.work
+                work.wait()  # With NCCL the stream of the device waits, not the host.
             except RuntimeError as error:
                 raise self._broken("exchange", error) from error
         else:

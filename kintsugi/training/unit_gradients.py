@@ -101,7 +101,7 @@ class UnitGradients:
         assert group is not None, "a backward pass was begun"
         nodes = self._nodes(group, self._leaves.blocks)
         for span, cut, shares, exchange in self._leaving:
-            slices = slices_by_node(exchange.result(timeout_s=EXCHANGE_TIMEOUT_S), nodes=nodes)
+            slices = slices_by_node(exchange.received(timeout_s=EXCHANGE_TIMEOUT_S), nodes=nodes)
             finished = finished_share(self._leaves.num_leaves, slices)
             received = exchange_shares(group, finished, shares=shares, cut=cut, timeout_s=EXCHANGE_TIMEOUT_S)
             place = self._place_of(span)

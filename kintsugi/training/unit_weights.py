@@ -94,7 +94,7 @@ class UnitWeights:
     def _finish(self, arriving: Arriving) -> None:
         start = time.perf_counter()
         for span, piece, exchange in arriving.exchanges:
-            incoming = exchange.result(timeout_s=EXCHANGE_TIMEOUT_S)
+            incoming = exchange.received(timeout_s=EXCHANGE_TIMEOUT_S)
             if not piece.is_in_order:
                 piece.place(incoming, into=arriving.memory, first=span.start - span.place)
         for name, view in arriving.unit.views(arriving.memory).items():
