@@ -39,6 +39,7 @@ help:
 	@echo "make test       set up, then linters, type checker and the whole test suite, 15 minutes"
 	@echo "make test-fast  the tests without the slow ones, 3 minutes"
 	@echo "make test-ray   runs on the nodes of a Ray cluster, in an environment of their own, 15 minutes (root)"
+	@echo "make test-kubernetes  runs in pods of a real Kubernetes 1.20, which is built once, 15 minutes (root, Debian 12)"
 	@echo "make test-extras  trackers, notebooks and JupyterLab with their real libraries, in an environment of their own, 5 minutes"
 	@echo "make test-slurm  runs on a Slurm cluster that the test starts (root, Debian), 15 minutes"
 	@echo "make test-sharding  whole runs with the optimizer's state cut over the ranks, several minutes"

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 TARGETS = {
     "control": (
-        "decision dispatch due evaluation master membership pending processes state step_metrics suspicion task_queue "
+        "decision dispatch due evaluation master membership pending placement processes state step_metrics suspicion "
+        "task_queue "
         "phases/evaluate phases/publish phases/recover phases/save phases/train"
     ),
+    "model": "seats",
     "samples": "admission batch_selection ledger lifecycle",
     "recovery": "incident_log liveness rank rank_protocol states strategy",
 }
@@ -318,9 +320,27 @@ def target_files() -> list[str]:
     return [f"kintsugi/{folder}/{name}.py" for folder, names in TARGETS.items() for name in names.split()]
 
 
-def draw(sources: Mapping[str, bytes], *, count: int, seed: int) -> tuple[list[Mutant], int]:
-    """`count` mutants that differ from the original and from each other, and how many there were to draw from."""
+def lines_of_diff(diff: str) -> dict[str, set[int]]:
+    """File → lines that are new or changed, from the output of `git diff --unified=0`."""
+    found: dict[str, set[int]] = {}
+    file = ""
+    for line in diff.splitlines():
+        if line.startswith("+++ "):
+            file = line.removeprefix("+++ b/")
+        elif line.startswith("@@ "):
+            first, _, count = line.split("+")[1].split(" ")[0].partition(",")
+            found.setdefault(file, set()).update(range(int(first), int(first) + int(count or 1)))
+    return found
+
+
+def draw(
+    sources: Mapping[str, bytes], *, count: int, seed: int, lines: Mapping[str, Container[int]] | None = None
+) -> tuple[list[Mutant], int]:
+    """`count` mutants that differ from the original and from each other, and how many there were to draw from. `lines`:
+    those of each file that may be changed; None: all."""
     every = [mutant for file, source in sources.items() for mutant in Finder(file, source).found]
+    if lines is not None:
+        every = [mutant for mutant in every if mutant.line in lines.get(mutant.file, ())]
     originals = {file: code_of(source) for file, source in sources.items()}
     drawn: list[Mutant] = []
     seen: set[tuple[Any, ...]] = set()

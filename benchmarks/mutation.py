@@ -1,12 +1,13 @@
 """Seeded bugs in the control plane: how many of them do the unit tests and the simulator catch?
 
-    python benchmarks/mutation.py [--mutants N] [--seed S] [--seeds K] [--json FILE]
+    python benchmarks/mutation.py [--mutants N] [--seed S] [--seeds K] [--since COMMIT] [--checks PATH...] [--json FILE]
 
-Mutants are drawn from a seed, uniformly over all eligible sites of the shipped decision code; `mutants.py` says which
-these are. Each one is put into a scratch copy of the project and judged by the tests of the control plane and by K
-simulated seeds: those that reach the mutated function, quickest first, until one fails. A test that hangs counts as
-failed. Which tests reach which function is measured once, on the unchanged code; a test that fails there, or takes
-long, is left out and listed, so that it can not take credit.
+Mutants are drawn from a seed, uniformly over all eligible sites of the shipped decision code, or of what was changed in
+it since a commit; `mutants.py` says which these are. Each one is put into a scratch copy of the project and judged by
+the tests of the control plane and by K simulated seeds, every second one with a layout of its own: those that reach the
+mutated function, quickest first, until one fails. A test that hangs counts as failed. Which tests reach which function
+is measured once, on the unchanged code; a test that fails there, or takes long, is left out and listed, so that it can
+not take credit.
 """
 
 from __future__ import annotations
@@ -31,10 +32,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.mutants import Mutant, draw, target_files
+from benchmarks.mutants import Mutant, draw, lines_of_diff, target_files
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKS = ("tests/unit/control", "tests/unit/samples", "tests/unit/recovery", "tests/simulation")
+CHECKS = (
+    "tests/unit/control",
+    "tests/unit/samples",
+    "tests/unit/recovery",
+    "tests/unit/model/test_seats.py",
+    "tests/simulation",
+)
 COPIED = (
     "kintsugi",
     "tests",
@@ -50,12 +57,12 @@ import pytest
 
 from kintsugi.simulation.campaign import Runner
 
-RUNNER = Runner()
+RUNNERS = (Runner(), Runner(draws_layouts=True))
 
 
 @pytest.mark.parametrize("seed", range({count}))
 def test_seed(seed: int) -> None:
-    assert RUNNER.run(seed).violations == []
+    assert RUNNERS[seed % 2].run(seed).violations == []
 """
 IMPORT = "import"
 COLLECTION = "collection"
@@ -118,8 +125,9 @@ class Report:
 class Scratch:
     """A copy of the project in which one mutant at a time is checked."""
 
-    def __init__(self, folder: Path, *, num_seeds: int) -> None:
+    def __init__(self, folder: Path, *, num_seeds: int, checks: Sequence[str] = CHECKS) -> None:
         self.folder = folder
+        self._checks = [*checks, *([] if "tests/simulation" in checks else [SEEDS_FILE])]
         ignored = shutil.ignore_patterns("__pycache__")
         for name in COPIED:
             source = ROOT / name
@@ -136,7 +144,7 @@ class Scratch:
         """Everything, on the unchanged code; after a test that hangs, what is left."""
         whole = Report()
         while True:
-            part = self._check(CHECKS, follow=True, skip=[*whole.seconds, *whole.failed])
+            part = self._check(self._checks, follow=True, skip=[*whole.seconds, *whole.failed])
             whole.add(part)
             if not part.running:
                 return whole
@@ -308,21 +316,34 @@ def report_of(
     }
 
 
+def changed_lines(commit: str) -> dict[str, set[int]]:
+    """File → lines that were changed since a commit."""
+    command = ["git", "diff", "--unified=0", commit, "--", *target_files()]
+    return lines_of_diff(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mutants", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=60, help="simulated seeds that a mutant has to survive")
+    parser.add_argument("--since", metavar="COMMIT", help="only lines that were changed since this commit")
+    parser.add_argument("--checks", nargs="+", default=CHECKS, metavar="PATH", help="tests beside the seeds")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     since = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PARALLEL) as pool:
         copies = [Path(folder) / str(number) for number in range(PARALLEL)]
-        scratches = [Scratch(copy, num_seeds=arguments.seeds) for copy in copies]
+        scratches = [Scratch(copy, num_seeds=arguments.seeds, checks=arguments.checks) for copy in copies]
         survey = Survey(list(pool.map(Scratch.survey, scratches)))
         for test, why in survey.left_out.items():
             print(f"left out on the unchanged code: {test}: {why}")
-        mutants, num_sites = draw(scratches[0].sources(), count=arguments.mutants, seed=arguments.seed)
+        mutants, num_sites = draw(
+            scratches[0].sources(),
+            count=arguments.mutants,
+            seed=arguments.seed,
+            lines=None if arguments.since is None else changed_lines(arguments.since),
+        )
         print(f"{len(survey.tests)} checks, {len(mutants)} mutants of {num_sites} sites\n", flush=True)
         verdicts = judge_all(mutants, survey, scratches)
     report = report_of(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kintsugi.bulk.channel import Channel
@@ -48,6 +48,10 @@ class Share:
     owner: str
     sources: tuple[str, ...]
     indices: tuple[int, ...]
+
+    def only(self, chosen: Container[int]) -> Share:
+        """Return the same without the pieces that are not chosen."""
+        return Share(self.owner, self.sources, tuple(index for index in self.indices if index in chosen))
 
 
 @dataclass(eq=False)

@@ -116,8 +116,11 @@ def _layers(memory: RunMemory, seat: Seat) -> str:
     """Part of a model that a rank computes, and the memory that it needs; empty if it computes all of it."""
     if seat.mesh.model_ranks == 1:
         return ""
-    layers = part_of(memory.model, seat).layers
-    ends = " with the embedding" if seat.is_first else " with the head" if seat.is_last else ""
+    part = part_of(memory.model, seat)
+    layers = part.layers
+    ends = " with the embedding" if part.is_first else " with the head" if part.is_last else ""
+    if part.is_tied and part.uses_embedding:
+        ends = " with a copy of the embedding" if part.is_first else " with the head, which is the embedding"
     ends = "" if seat.stages == 1 else ends
     if seat.tensors > 1:
         slices = slices_of(seat.tensor, tensors=seat.tensors, count=memory.config.actor.logical_slices)
@@ -348,7 +351,7 @@ def _more_stages(config: Config) -> Iterator[tuple[str, Config]]:
     actor, model = config.actor, plan_model(config)[0]
     for number in range(actor.layout.stages + 1, min(actor.workers, model.num_layers) + 1):
         layout = msgspec.structs.replace(actor.layout, stages=number, replicas=None)
-        if actor.workers % layout.boxes == 0 and not model.tie_embeddings:
+        if actor.workers % layout.boxes == 0:
             changed = msgspec.structs.replace(actor, layout=layout)
             yield f"`actor.layout.stages={number}`", msgspec.structs.replace(config, actor=changed)
 

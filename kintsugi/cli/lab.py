@@ -67,9 +67,9 @@ def soak(
     if role and FaultRole.NODE in role and not config.cluster.on:
         raise typer.BadParameter("--role node: expected --on with it, which puts the run on other machines")
     if config.cluster.on:
-        from kintsugi.lab.testbed.remote_hosts import commands_of
+        from kintsugi.lab.testbed.remote_hosts import check_reach
 
-        commands_of(config)  # Refuses an engine before anything starts.
+        check_reach(config)
     folder = Path(config.run_dir) if config.run_dir else next_run_dir(config.name).resolve()
     create_run_dir(folder)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -139,6 +139,17 @@ def simulate(
     raise typer.Exit(1 if report["violations"] else 0)
 
 
+@app.command(hidden=True)
+def host_signals(
+    host: Annotated[str, typer.Argument(help="Name of the host in its run.")],
+    scratch: Annotated[Path, typer.Argument(help="Folder of the supervisors on this host.")],
+) -> None:
+    """Signal processes of a run on this host, as orders on standard input say: `soak` and `lab run` call it."""
+    from kintsugi.lab.testbed.remote_signals import serve
+
+    serve(host, scratch)
+
+
 @lab.command("list")
 def list_experiments() -> None:
     """List the experiments: title, challenges (A, B, C; see docs/laboratory.md), systems and injected faults."""
@@ -158,7 +169,11 @@ def list_experiments() -> None:
 @lab.command("run")
 def run_experiments(
     experiments: Annotated[
-        list[str], typer.Argument(metavar="NAME…", help="S1, S2, …, or the path of an experiment file.")
+        list[str],
+        typer.Argument(
+            metavar="NAME… [FIELD=VALUE]…",
+            help="S1, S2, …, or the path of an experiment file; with --on also fields of `cluster`.",
+        ),
     ],
     profile: Annotated[
         str, typer.Option(help="System to run on: ours, fragile (a conventional RL system) or both.")

@@ -210,6 +210,7 @@ class Agent:
                 self._watch_end(child)
                 self._hold_descendants(child)
         self._arbiter.succeed(table.leases)
+        self._weight_holder.succeed()
         return True
 
     def _begin_master(self, *, has_predecessor: bool) -> None:

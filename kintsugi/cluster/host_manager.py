@@ -68,6 +68,7 @@ from kintsugi.protocol.hosts import (
 )
 from kintsugi.protocol.membership import Ok
 from kintsugi.run_folder.layout import RunFolder
+from kintsugi.runtime.backoff import growing_pause
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.disk import write_atomically
 from kintsugi.runtime.waits import wait
@@ -94,7 +95,12 @@ about the hosts."""
 REACH_S = 2.0
 """Time to connect to a host that joins."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
-"""Pause before a lost host is ordered again; it doubles."""
+"""Pause before a lost host is ordered again; it doubles with each loss in a row."""
+STEADY_S = 30.0
+"""Time for a host to be ready before its next loss is none in a row. One that dies right after each start is then
+ordered once a minute, over a run of any length."""
+TOLD_LOSSES = 3
+"""Losses in a row from which on they are told."""
 END_S = 12.0
 """Time for all hosts to end in order."""
 GIVE_BACK_S = 5.0
@@ -128,6 +134,7 @@ class HostRecord(msgspec.Struct):
     """Machine in the words of its engine."""
     facts: HostFacts | None = None
     num_losses: int = 0
+    """Losses in a row, none of them after `STEADY_S` of readiness."""
     clock_s: float | None = None
     """Seconds by which its clock is ahead of the launcher's; None before it was measured."""
     clock_error_s: float = 0.0
@@ -171,10 +178,19 @@ def decide(
     if record.phase is HostPhase.READY and is_closed and now - heard_at > GONE_S:
         return HostDecision("lose", f"its connection was closed, and it is silent for {now - heard_at:.1f} s")
     if record.phase is HostPhase.LOST:
-        pause_s = min(FIRST_PAUSE_S * 2.0 ** min(record.num_losses - 1, 8), LONGEST_PAUSE_S)
+        pause_s = pause_after(record.num_losses)
         if now - since >= pause_s:
             return HostDecision("order", f"it was lost {pause_s:g} s ago")
     return HostDecision()
+
+
+def pause_after(num_losses: int) -> float:
+    """Return the seconds before a host is ordered again that was lost so many times in a row.
+
+    >>> [pause_after(number) for number in (1, 2, 3, 6)]
+    [2.0, 4.0, 8.0, 60.0]
+    """
+    return growing_pause(num_losses, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
 
 
 def why_not_reached(address: str, port: int) -> str:
@@ -411,7 +427,6 @@ class HostManager:
                 self._set_phase(record, HostPhase.ENDED)
         elif beat.ready and record.phase is HostPhase.JOINED:
             record.was_ready = True
-            record.num_losses = 0
             self._set_phase(record, HostPhase.READY)
         elif beat.leaving and record.phase is HostPhase.READY and record.host not in self._asked:
             self._asked.add(record.host)
@@ -522,7 +537,7 @@ class HostManager:
             self._report(HostFailed(named, why))
         elif record.phase in (HostPhase.JOINED, HostPhase.READY) and not has_left:
             self._tell_master(record, why)
-        record.num_losses += 1
+        self._count_loss(record)
         record.public_key = b""
         process = supervisor_of(record.host)
         self._endpoint.forget(
@@ -534,6 +549,20 @@ class HostManager:
             self._log.emit(Alert(message))
         else:
             self._log.emit(HostLost(message, of=self._agents[record.host].process, host=record.host))
+
+    def _count_loss(self, record: HostRecord) -> None:
+        """Count a loss in a row, and tell of a host that does not stay."""
+        ready_s = self._clock.monotonic() - self._since[record.host]
+        if record.phase is HostPhase.READY and ready_s >= STEADY_S:
+            record.num_losses = 0
+        record.num_losses += 1
+        if record.was_ready and record.num_losses >= TOLD_LOSSES:
+            self._log.emit(
+                Alert(
+                    f"{self._named(record.host)} was lost {record.num_losses} times in a row, each time before it was "
+                    f"ready for {STEADY_S:g} s; it is ordered again after {pause_after(record.num_losses):g} s"
+                )
+            )
 
     def _named(self, host: str) -> str:
         return f"{host} ({self._names.get(host) or self._records[host].place or 'not placed yet'})"

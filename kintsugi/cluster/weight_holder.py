@@ -6,6 +6,9 @@ An agent holds the latest two versions, each in shared memory of its host. The m
     same host     a rank published the whole version in this host's memory: it is offered as it is, without a copy
     chain         the agent fetches the version from the agent before it, the meta-server, or the ranks
 
+The successor of a meta-server has nothing of what ranks announced before it was there, and they do not repeat it: it
+fetches from the ranks what it is asked for.
+
 The agent of a chain that holds an earlier version fetches the difference where that is faster (`weight_deltas`).
 
 While a version arrives, its slices are offered to the next host of the chain; the processes of this host get it when it
@@ -18,7 +21,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,6 +81,8 @@ class _Version:
     """Whether the memory is this agent's; else a rank's."""
     pieces: dict[int, Piece] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
+    unannounced: frozenset[int] = frozenset()
+    """Pieces that this agent fetches from the ranks, as their announcements may have gone to its predecessor."""
     expected: int | None = None
     """Number of pieces, once a manifest has told it."""
     waiting: list[Delivery] = field(default_factory=list)
@@ -136,11 +141,17 @@ class WeightHolder:
         self._versions: dict[int, _Version] = {}
         self._published: dict[str, int] = {}
         """Latest version that each rank has published."""
+        self._is_successor = False
+        """Whether ranks may have announced pieces to an earlier agent of this host."""
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Versions that are held, or arriving."""
         return tuple(self._versions)
+
+    def succeed(self) -> None:
+        """Fetch from the ranks what they announced to an earlier agent of this host."""
+        self._is_successor = True
 
     def handle(self, delivery: Delivery) -> None:
         body = delivery.body
@@ -176,7 +187,7 @@ class WeightHolder:
         if upload.offer is None or upload.offer.process != owner:
             raise RefusedError(f"{owner} offered no pieces of version {upload.version}")
         version = self._version_for(upload.version, upload.pieces, size=upload.size)
-        if version.has(upload.pieces):
+        if version.has(upload.pieces) or upload.pieces.keys() <= version.unannounced:
             self._replies.reply(delivery, Ok())
             return
         self._announce(version, upload.pieces)
@@ -206,7 +217,8 @@ class WeightHolder:
         """Offer a version where a rank of this host has published it. Processes that asked for it before keep their
         offer, which moves there."""
         version = self._versions.get(upload.version)
-        if version is not None and (not version.fits(upload.pieces) or not version.is_own):
+        is_arriving = version is not None and version.unannounced & version.missing
+        if version is not None and (not version.fits(upload.pieces) or not version.is_own or is_arriving):
             self._drop_refused(upload.version, "it was published again")
             version = None
         if version is None:
@@ -254,15 +266,22 @@ class WeightHolder:
         version = self._version_for(manifest.version, pieces, size=manifest.size)
         if version.expected is None:
             version.expected = len(pieces)
-            version.missing |= pieces.keys() - version.pieces.keys()
+            absent = pieces.keys() - version.pieces.keys()
+            version.missing |= absent
             self._announce(version, pieces)
-            if source.process != self._process:
-                self._pull_from_others(version, manifest, source)
+            if source.process == self._process and self._is_successor:
+                version.unannounced = frozenset(absent)
+            shares = shares_of(manifest, source, own=self._process)
+            if source.process == self._process:
+                shares = [share.only(version.unannounced) for share in shares]
+            if shares := [share for share in shares if share.indices]:
+                self._pull_from_others(version, manifest, source, shares)
             self._finish_if_whole(version)
         return version
 
-    def _pull_from_others(self, version: _Version, manifest: WeightManifest, source: StreamSource) -> None:
-        shares = shares_of(manifest, source, own=self._process)
+    def _pull_from_others(
+        self, version: _Version, manifest: WeightManifest, source: StreamSource, shares: Sequence[Share]
+    ) -> None:
         process = shares[0].sources[0]
         base = self._base_for(version)
         attempt: DeltaFetch | None = None
@@ -273,19 +292,22 @@ class WeightHolder:
         ):
             attempt = self._begin_delta(version, manifest, source, base)
 
+        pieces = {index: manifest.pieces[index] for share in shares for index in share.indices}
+        size = sum(piece.size for piece in pieces.values())
+
         def fetch(pull: Pull) -> None:
             if attempt is not None and self._attempt_delta(version, attempt, process):
                 return
             since = SYSTEM_CLOCK.monotonic()
             pull.run()
-            self._choice.note_whole(manifest.size, SYSTEM_CLOCK.monotonic() - since)
+            self._choice.note_whole(size, SYSTEM_CLOCK.monotonic() - since)
 
         self._begin_pull(
             version,
-            dict(enumerate(manifest.pieces)),
+            pieces,
             shares,
             locate=lambda process: locate(process, manifest, source, call=self._calls.call),
-            done=self._pulled,
+            done=partial(self._pulled, pieces.keys()),
             fetch=fetch,
         )
 
@@ -430,9 +452,9 @@ class WeightHolder:
             self._bulk.server.withdraw(version.delta_offer.export)
         version.difference = version.delta_offer = None
 
-    def _pulled(self, version: _Version, error: Exception | None) -> None:
+    def _pulled(self, indices: Collection[int], version: _Version, error: Exception | None) -> None:
         if error is None:
-            version.missing.clear()
+            version.missing.difference_update(indices)
             self._finish_if_whole(version)
             return
         self._fail_waiting(version, error)

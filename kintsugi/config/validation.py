@@ -284,6 +284,16 @@ def _check_layout(run: _Candidate) -> None:
         _check_layer_gathering(run)
 
 
+def _why_critic_is_inexact(run: _Candidate) -> str | None:
+    """Why a critic could not begin with exactly the actor's weights, of which a rank has some in the compute type
+    only."""
+    begins_as_actor = any(stage.has_critic and stage.critic.path is None for stage in run.stages)
+    dtype = run.config.actor.dtype
+    if not begins_as_actor or dtype == "float32":
+        return None
+    return f"a critic that begins as the actor needs `actor.dtype=float32`, got {dtype}"
+
+
 def _check_cut(run: _Candidate, field: str) -> None:
     """Check what a state is not cut for. `field` is the first by which it is cut."""
     actor, layout = run.config.actor, run.config.actor.layout
@@ -293,10 +303,8 @@ def _check_cut(run: _Candidate, field: str) -> None:
         raise run.error(field, "1, because `cluster.share_device=offload` moves whole states")
     if run.config.cluster.on:
         raise run.error(field, "1, because the hosts of `cluster.on` do not have the run folder")
-    begins_as_actor = any(stage.has_critic and stage.critic.path is None for stage in run.stages)
-    if layout.shards > 1 and begins_as_actor and actor.dtype != "float32":
-        what = f"a critic that begins as the actor needs `actor.dtype=float32`, got {actor.dtype}"
-        raise run.error("actor.layout.shards", f"1, or a `critic.path`: {what}")
+    if layout.shards > 1 and (why := _why_critic_is_inexact(run)) is not None:
+        raise run.error("actor.layout.shards", f"1, or a `critic.path`: {why}")
     if layout.model_ranks == 1:
         return
     axis = "stages" if layout.stages > 1 else "tensors"
@@ -452,12 +460,12 @@ def _check_model(run: _Candidate) -> None:
         field = "model.path" if model.path is not None else "model.new"
         raise ModelError(f"`{field}`: {error}") from error
     companions, stages = plan_companions(run.config), run.config.actor.layout.stages
-    for each in (plan_architecture(run.config), companions.reference):
+    actor = plan_architecture(run.config)
+    for each in (actor, companions.reference, companions.critic, companions.reward_model):
         if each is not None:
             check_stages(each, stages)
-    for each in (companions.critic, companions.reward_model):
-        if each is not None:
-            check_stages(each, stages, has_logits=False)
+    if stages > 1 and actor.tie_embeddings and (why := _why_critic_is_inexact(run)) is not None:
+        raise run.error("actor.layout.stages", f"1 with tied embeddings, or a `critic.path`: {why}")
 
 
 def _check_data(run: _Candidate) -> None:

@@ -40,6 +40,7 @@ from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.generation import Cancel, Generate, Generated, Interrupt, Produced, Retire
 from kintsugi.protocol.membership import Failed, Ok
 from kintsugi.protocol.weights import LoadWeights, WeightsLoaded
+from kintsugi.protocol.wire import Envelope
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
@@ -175,6 +176,8 @@ class GenerationManager:
         self._waits = waits
         self._declared: dict[str, tuple[int, Wait]] = {}
         self._fleet = ServerFleet(endpoint, emit=emit)
+        self._latest_load = 0, 0
+        """Term and number of the master's last order to load weights."""
         self._distribution = WeightDistribution(
             endpoint, self._fleet, emit=emit, clock=clock, deadline_s=weights_deadline_s
         )
@@ -262,6 +265,7 @@ class GenerationManager:
                 case Produced():
                     self._produced(delivery.peer.process, body)
                 case LoadWeights():
+                    self._check_latest(delivery.envelope)
                     self.load_weights(body, partial(self._answer_weights, delivery))
                 case Retire():
                     done = partial(self._endpoint.reply, delivery, Ok())
@@ -271,6 +275,14 @@ class GenerationManager:
         except KintsugiError as error:
             if delivery.wants_reply:
                 self._endpoint.fail(delivery, error)
+
+    def _check_latest(self, envelope: Envelope) -> None:
+        """Refuse weights that the master ordered before the last ones: it gave that order up, and a repetition of the
+        lost message came late. The servers would look for weights that are nowhere any more."""
+        number = envelope.term, envelope.sequence
+        if number < self._latest_load:
+            raise RefusedError("later weights have been ordered since")
+        self._latest_load = number
 
     def _answer_weights(self, delivery: Delivery, outcome: WeightsLoaded | KintsugiError) -> None:
         if isinstance(outcome, KintsugiError):

@@ -4,6 +4,7 @@ result."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ CAMPAIGN = "workloads/campaign.yaml"
 ENDLESS_STEPS = 100_000
 RIGHT_SHARE = 14 / 16
 """Share of right answers that is expected where each fault is tried once."""
+FIELD = re.compile(r"[a-z_]+(\.\w+)+=")
+"""Begin of an override among names of experiments."""
 CAMPAIGN_PLACES = TestbedSpec(isolated_hosts=True, named_hosts=True, disk_mib=2048)
 
 
@@ -33,6 +36,8 @@ def chosen(names: Sequence[str], *, profile: str) -> list[tuple[LoadedExperiment
     wanted = [BOTH, Profile.OURS.value, Profile.FRAGILE.value]
     if profile not in wanted:
         raise UserError(f"--profile: expected {', '.join(wanted)}, got {profile!r}")
+    if not names:
+        raise UserError("expected the name of an experiment, got none (see `kintsugi lab list`)")
     found: list[tuple[LoadedExperiment, Profile]] = []
     for name in names:
         loaded = experiments.find(name)
@@ -68,16 +73,20 @@ def run_experiments(
     on: str | None = None,
     place: Callable[[Resolved], Resolved] = lambda resolved: resolved,
 ) -> bool:
-    """Run experiments, with `on` on other machines; return whether all results are as their files expect."""
+    """Run experiments, with `on` on other machines; return whether all results are as their files expect. Names of the
+    form FIELD=VALUE are fields of `cluster`, for `on`."""
     from kintsugi.lab.scenarios.runner import run_all
-    from kintsugi.lab.testbed.remote_hosts import commands_of
+    from kintsugi.lab.testbed.remote_hosts import check_reach
 
-    pairs = chosen(names, profile=profile)
+    overrides = [name for name in names if FIELD.match(name)]
+    _check_overrides(overrides, on=on)
+    pairs = chosen([name for name in names if name not in overrides], profile=profile)
     if on is not None:
         pairs = [
-            (experiments.placed_elsewhere(loaded, each, on=on, place=place), each) for loaded, each in pairs
+            (experiments.placed_elsewhere(loaded, each, on=on, place=place, overrides=overrides), each)
+            for loaded, each in pairs
         ]
-        commands_of(pairs[0][0].config)  # Refuses an engine before anything starts.
+        check_reach(pairs[0][0].config)
     else:
         _check_abilities(pairs)
     for loaded, _ in pairs:
@@ -92,6 +101,16 @@ def run_experiments(
     if unexpected:
         say(f"not as expected: {', '.join(unexpected)}")
     return not unexpected
+
+
+def _check_overrides(overrides: Sequence[str], *, on: str | None) -> None:
+    """Raise UserError for a field that an experiment has decided: what is expected of it holds for its workload."""
+    for override in overrides:
+        if on is None or not override.startswith("cluster."):
+            raise UserError(
+                f"{override}: expected the name of an experiment, or with --on a field of `cluster`; other fields are "
+                "those of its file"
+            )
 
 
 def _check_abilities(pairs: Sequence[tuple[LoadedExperiment, Profile]]) -> None:

@@ -84,6 +84,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = False
     """The output projection is the embedding; no `lm_head.weight` exists."""
+    has_logits: bool = True
+    """False for a critic or reward model, which computes values only."""
     attention_bias: bool = False
     """Biases on the query, key and value projections, and except for qwen2 on the output projection."""
     mlp_bias: bool = False
@@ -247,7 +249,7 @@ def parameter_shapes(config: ModelConfig, *, with_value_head: bool = False) -> d
 
 def value_config(config: ModelConfig) -> ModelConfig:
     """The same model as a critic or reward model: it has no logits, and needs no output projection of its own."""
-    return msgspec.structs.replace(config, tie_embeddings=True)
+    return msgspec.structs.replace(config, tie_embeddings=True, has_logits=False)
 
 
 def num_parameters(config: ModelConfig, *, with_value_head: bool = False) -> int:

@@ -7,8 +7,10 @@ must leave the ranks on its card what they will need.
 A rank holds, per trained parameter, 12 bytes of state (weights and two moments), 4 of gradient and, where it computes
 in bfloat16, 2 of weights to compute with; then what one micro-batch takes. Of several shards it holds one part of the
 state, and always separate weights to compute with: 12 / shards + 4 + 2 (4 in float32). With pipeline stages only the
-parameters of its own layers count. Where weights are gathered layer by layer it holds (12 + 4) / shards, and of a few
-units at a time weights and gradients; the inputs of all layers are kept for all samples of the rank.
+parameters of its own layers count. A tied embedding counts for the last stage; the first one has a copy to compute
+with, and the last one keeps a gradient of it for each micro-batch that the first has not passed backward. Where
+weights are gathered layer by layer it holds (12 + 4) / shards, and of a few units at a time weights and gradients; the
+inputs of all layers are kept for all samples of the rank.
 """
 
 from __future__ import annotations
@@ -254,7 +256,10 @@ class RunMemory(msgspec.Struct, frozen=True):
     def _num_reference_of(self, seat: Seat) -> int:
         """Parameters of a frozen reference that a rank holds."""
         config = self.companions.reference or self.model
-        return self._num_local(config, seat) if self.num_reference else 0
+        if not self.num_reference:
+            return 0
+        copied = part_of(config, seat).has_copy
+        return self._num_local(config, seat) + copied * config.vocab_size * config.hidden_size // seat.tensors
 
     def _trained(self, seat: Seat) -> dict[str, int]:
         """State, gradients and compute weights of the trained models."""
@@ -270,6 +275,11 @@ class RunMemory(msgspec.Struct, frozen=True):
         }
         if self._width < 4 or actor.layout.shards > 1:
             found["compute weights"] = self._width * trained
+        part = part_of(self.model, seat)
+        if part.is_tied and part.uses_embedding:
+            matrices = 1 if part.has_copy else seat.stages
+            size = self.model.vocab_size // seat.tensors * self.model.hidden_size
+            found["tied embedding"] = matrices * self._width * size
         return found
 
     def _trained_by_units(self, seat: Seat) -> dict[str, int]:
@@ -320,7 +330,8 @@ class RunMemory(msgspec.Struct, frozen=True):
 
     def _micro_batch(self, seat: Seat) -> dict[str, int]:
         """Activations of one micro-batch, logits of one chunk, and what the update needs besides. A pipeline stage
-        keeps the activations of a micro-batch for itself and for each stage after it."""
+        keeps the activations of a micro-batch for itself and for each stage after it; with tied embeddings the last one
+        keeps one more where a shard ends."""
         model, actor, width = self.model, self.config.actor, self._width
         longest = self.config.generation.max_length
         if any(stage.algorithm.name in LEARN_PAIRS for stage in stages(self.config)):
@@ -333,7 +344,10 @@ class RunMemory(msgspec.Struct, frozen=True):
             + 4 * model.intermediate_size
         )
         layer = width * (4 * model.hidden_size + of_slices // seat.tensors)
-        num_layers, at_once = len(part_of(model, seat).layers), seat.stages - seat.stage
+        part = part_of(model, seat)
+        num_layers, at_once = len(part.layers), seat.stages - seat.stage
+        if part.is_tied and part.is_last and self.config.deterministic:
+            at_once += actor.num_shards > actor.data_parallel
         kept = width * model.hidden_size * num_layers + layer if actor.recompute else layer * num_layers
         ends = width * 6 * model.hidden_size
         vocab_size = model.vocab_size // seat.tensors

@@ -102,13 +102,17 @@ class SlicedEmbedding(Slices):
         self.bounds = token_bounds(vocab_size, group.num_slices)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return joined_rows(self.parts(tokens), self.group)
+
+    def parts(self, tokens: Tensor) -> list[Tensor]:
+        """Rows from each slice of this rank, which are zero where a token is in another one."""
         parts = []
         for index, weight in zip(self.group.slices, self.weights, strict=True):
             first, stop = self.bounds[index : index + 2]
             is_own = (tokens >= first) & (tokens < stop)
             rows = functional.embedding(torch.where(is_own, tokens - first, 0), weight)
             parts.append(torch.where(is_own[:, None], rows, 0.0))
-        return joined_rows(parts, self.group)
+        return parts
 
 
 class SlicedTransformer(Transformer):
@@ -131,7 +135,7 @@ class SlicedTransformer(Transformer):
         whole = parameter_shapes(config, with_value_head=with_value_head)
         shapes = slice_shapes(whole, slices=group.slices, count=group.num_slices)
         with torch.device("meta"):
-            if self.part.is_first:
+            if self.part.uses_embedding:
                 name = "model.embed_tokens"
                 embedding = SlicedEmbedding(
                     shapes, layer=name, dtype=dtype, vocab_size=config.vocab_size, group=group
@@ -154,6 +158,11 @@ class SlicedTransformer(Transformer):
     @property
     def output_weight(self) -> Tensor:
         raise NotImplementedError("the slices of a model have no common output projection")
+
+    def embedded_parts(self, tokens: Tensor) -> list[Tensor]:
+        embedding = _slices(self.model, "embed_tokens")
+        assert isinstance(embedding, SlicedEmbedding)
+        return embedding.parts(tokens)
 
     def token_logprobs(
         self,

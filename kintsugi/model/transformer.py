@@ -181,14 +181,14 @@ class Decoder(nn.Module):
     """Layers of one pipeline stage."""
 
     embed_tokens: nn.Embedding
-    """In the first stage."""
+    """In the first stage, and in the last one where it is the output projection."""
     norm: RMSNorm
     """In the last stage."""
 
     def __init__(self, config: ModelConfig, *, part: ModelPart, dtype: torch.dtype) -> None:
         super().__init__()
         self.part = part
-        if part.is_first:
+        if part.uses_embedding:
             # Not by its constructor: its random numbers import torch's compiler (seconds) on the meta device.
             self.embed_tokens = nn.Embedding.from_pretrained(
                 torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), freeze=False
@@ -203,10 +203,10 @@ class Decoder(nn.Module):
         self, tokens: Tensor, shared: PackedPass, *, recompute: bool, incoming: Tensor | None = None
     ) -> Tensor:
         """Final hidden states, or the residual stream after the last layer of this stage. `incoming` is that of the
-        stage before."""
-        if self.part.is_first:
+        stage before, or in the first one the embedded tokens, if they exist already."""
+        if incoming is None:
+            assert self.part.is_first, "a stage begins with the activations of the one before"
             incoming = self.embed_tokens(tokens)
-        assert incoming is not None, "a stage begins with the activations of the one before"
         hidden: Tensor = incoming
         update: Tensor | None = None
         for layer in self.layers:
@@ -251,7 +251,8 @@ class Transformer(nn.Module):
         self.config = config
         self.part = part or part_of(config)
         self.incoming: Tensor | None = None
-        """Activations of the stage before, with which the next forward pass begins; None in the first stage."""
+        """Activations of the stage before, with which the next forward pass begins; None in the first stage, unless the
+        tokens are embedded already."""
         self.residual: Tensor | None = None
         """Residual stream after the last layer, where the layers have been computed one at a time: the next forward
         pass only normalizes it. None otherwise."""
@@ -309,6 +310,15 @@ class Transformer(nn.Module):
     def _used(self) -> FusedParts:
         """Parts that are computed by kernels of their own."""
         return self.fused if has_kernels(next(self.parameters())) else UNFUSED
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding, [tokens, hidden]."""
+        rows: Tensor = self.model.embed_tokens(tokens)
+        return rows
+
+    def embedded_parts(self, tokens: Tensor) -> list[Tensor]:
+        """The summands of `embedded` that this process computes: one for each of its slices of the embedding."""
+        return [self.embedded(tokens)]
 
     @torch.no_grad()
     def copy_weights(self, tensors: Mapping[str, Tensor]) -> None:

@@ -140,7 +140,7 @@ def simulated_config(
     ranks, hosts = max(2, min(num_workers // 3, 64)), max(2, num_workers // 100)
     ranks += -ranks % shards
     if layout is not None:
-        ranks, shards, hosts = layout.ranks, layout.shards, layout.hosts
+        ranks, hosts = layout.ranks, layout.hosts
     servers = max(2, min(num_workers // 3, 64 + num_workers // 100))
     rollouts = max(2, num_workers - ranks - servers)
     groups = max(4, rollouts // 16)
@@ -151,7 +151,11 @@ def simulated_config(
         data=DataSection(num_eval=2),
         eval=EvaluationSection(num_samples=2, every=3 if is_busy else 0),
         checkpoint=CheckpointSection(every=2 if is_busy else 4),
-        actor=ActorSection(workers=ranks, logical_shards=max(4, ranks), layout=LayoutSection(shards=shards)),
+        actor=ActorSection(
+            workers=ranks,
+            logical_shards=max(4, ranks),
+            layout=LayoutSection(shards=shards) if layout is None else layout.section,
+        ),
         rollout=RolloutSection(workers=rollouts),
         asynchrony=asynchrony,
         generation=GenerationSection(servers=servers),
@@ -165,17 +169,33 @@ class SimulatedLayout(msgspec.Struct, frozen=True):
     ranks: int
     shards: int
     hosts: int
+    stages: int = 1
+    tensors: int = 1
+
+    @property
+    def section(self) -> LayoutSection:
+        return LayoutSection(shards=self.shards, stages=self.stages, tensors=self.tensors)
 
 
-LAYOUTS = ((2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 2), (4, 4), (6, 2), (6, 3))
+SHARDED = ((2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 2), (4, 4), (6, 2), (6, 3))
 """Ranks and shards."""
+LAYOUTS = (
+    *((ranks, shards, 1, 1) for ranks, shards in SHARDED),
+    (2, 1, 2, 1),
+    (2, 1, 1, 2),
+    (4, 1, 2, 2),
+    (4, 2, 2, 1),
+    (4, 1, 1, 2),
+    (8, 2, 2, 2),
+)
+"""Ranks, shards, stages and tensors."""
 
 
 def layout_of(seed: int) -> SimulatedLayout:
     """Draw the layout of a run."""
     draw = random.Random(f"layout {seed}")
-    ranks, shards = draw.choice(LAYOUTS)
-    return SimulatedLayout(ranks, shards, draw.choice((2, 2, 3)))
+    ranks, shards, stages, tensors = draw.choice(LAYOUTS)
+    return SimulatedLayout(ranks, shards, draw.choice((2, 2, 3)), stages, tensors)
 
 
 class RunShape(msgspec.Struct, frozen=True):

@@ -410,6 +410,7 @@ class SimulatedCluster:
             flow=self._flow,
             num_ranks=actor.workers,
             mesh=mesh_of(actor.layout),
+            violated=self.invariants.violated,
             **names,
         )
 

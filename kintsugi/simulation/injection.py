@@ -42,6 +42,8 @@ class SimulatedInjector:
         self._all_touched = False
         self._where: tuple[str, int] = ("", 0)
         self._held: list[tuple[SimulatedMaster, Callable[..., None], tuple[Any, ...]]] = []
+        self._num_failed_starts = 0
+        """Failures of starts so far that could be held back."""
         self._slow: dict[str, float] = {}
         self.last_at = 0.0
         """Time at which the last fault so far is over."""
@@ -140,6 +142,10 @@ class SimulatedInjector:
             return False  # Its first registration is not meant.
         if kind == "Replied" and self._world.random.random() < 0.9:
             return False
+        if kind == "RequestFailed" and isinstance(arguments[0].body, StartProcess):
+            self._num_failed_starts += 1
+            if self._num_failed_starts > 1:
+                return False  # A rank that can not be started for a while would seem to be away for longer.
         self._held.append((master, action, arguments))
         self._world.after(hold.longest_s, self.release)
         self.plan.faults += hold.leads

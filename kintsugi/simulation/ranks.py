@@ -1,17 +1,19 @@
 """Simulated training ranks: the real recovery `Processor` around the torch-free `ReplayAdapter`.
 
-A call is a collective of one generation of the group: it ends for all ranks or for none, a rank that is dead or stopped
-keeps the others waiting, and the next round of recovery breaks it. A rank runs the calls of a step in the order in
-which they were sent; a call that the network delivers too early waits.
+A call is a collective of one generation of the groups: it ends for all ranks or for none, a rank that is dead or
+stopped keeps the others waiting, and the next round of recovery breaks it. A rank runs the calls of a step in the order
+in which they were sent; a call that the network delivers too early waits. Ranks that compute a model together get the
+same samples, and the last stage answers.
 
 Processor and adapter block where a real rank does; here nothing blocks. A state that has to be fetched raises `NotYet`
-out of the operation, which is carried out again when the state has arrived, as the protocol allows; a group is joined
-once all its ranks have arrived, or have not.
+out of the operation, which is carried out again when the state has arrived, as the protocol allows; each group of a
+generation is joined once all its ranks have arrived, or have not.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from kintsugi.errors import Fault, GroupBroken, KintsugiError, RefusedError
@@ -44,6 +46,7 @@ from kintsugi.protocol.training import (
 from kintsugi.protocol.weights import FetchWeights, Publish, Published, WeightsFetched
 from kintsugi.recovery.rank import Flow, Operation, Processor
 from kintsugi.recovery.step_calls import StepCalls
+from kintsugi.simulation.groups import WORLD, Groups, SimulatedGroup, disagreements, members_of
 from kintsugi.simulation.replay_adapter import ReplayAdapter, ReplaySnapshot, Snapshots
 from kintsugi.simulation.workers import FETCH_DEADLINE_S, SimulatedWorker, drawn_digest
 from kintsugi.transport.rpc import Delivery
@@ -128,9 +131,12 @@ class SimulatedRank(SimulatedWorker):
         flow: Flow,
         num_ranks: int,
         mesh: Mesh,
+        violated: Callable[[str], None],
         **names: Any,
     ) -> None:
+        """`violated` is told what must not happen."""
         super().__init__(*arguments, **names)
+        self._violated = violated
         self._rendezvous, self._memory = rendezvous, memory
         self._ranks = [process_id(Role.MODEL, index) for index in range(num_ranks)]
         self.seat, self._mesh = seat_of(self.name, mesh), mesh
@@ -146,9 +152,10 @@ class SimulatedRank(SimulatedWorker):
         self.capabilities = {"store": self.address, "flow": flow.value}
         self.place: Place = ()
         """Place at which it waits for the others."""
-        self._members: tuple[str, ...] = ()
-        """Ranks of the group, in rank order."""
-        self._met = False
+        self._groups: Groups = {}
+        """Those of the current generation; none while it is being formed, or has ended."""
+        self._joined: dict[str, SimulatedGroup] = {}
+        """Groups of the generation that is being formed."""
         self._found: dict[tuple[str, int], ReplaySnapshot | Fault] = {}
         self._busy: Delivery | None = None
         self._backlog: deque[Delivery] = deque()
@@ -192,11 +199,16 @@ class SimulatedRank(SimulatedWorker):
         return self._step_calls.standing(
             self.adapter.standing(),
             group=self.adapter.generation,
-            ranks=self._members if self.adapter.generation else (),
+            ranks=self._members,
             is_normal=self.processor.is_normal,
             is_between_calls=self.adapter.is_between_calls,
             queued=[delivery.body for delivery in self._backlog if isinstance(delivery.body, RunCall)],
         )
+
+    @property
+    def _members(self) -> tuple[str, ...]:
+        """Ranks of the group, in rank order; none while there is no group."""
+        return self._groups[WORLD].ranks if self.adapter.generation else ()
 
     def _interrupts(self, operation: Operation) -> bool:
         assert self._busy is not None
@@ -275,7 +287,7 @@ class SimulatedRank(SimulatedWorker):
                 return self._evaluate(body)
             case HashWeights():
                 return WeightsHashed(weights_digest(self.adapter.committed))
-            case RebuildGroup() if body.sequence >= self.processor.sequence and not self._met:
+            case RebuildGroup() if body.sequence >= self.processor.sequence and not self._has_met(body):
                 self._meet(body)
                 raise NotYet
             case _ if isinstance(body, Operation):
@@ -378,7 +390,16 @@ class SimulatedRank(SimulatedWorker):
         arrived = self._rendezvous.arrive(self, expected=self._members)
         if not arrived:
             return
-        samples = [sample for rank in arrived for sample in rank._share()]
+        for problem in disagreements(
+            {rank.name: rank._groups for rank in arrived}, self._members, self._mesh
+        ):
+            self._violated(problem)
+        shares: dict[int, list[str]] = {}
+        for rank in arrived:  # Those that compute a model together have the same samples.
+            part = self._mesh.data_index(self._members.index(rank.name))
+            share = shares.setdefault(part, rank._share())
+            assert share == rank._share(), f"{rank.name} has other samples than its neighbours"
+        samples = [sample for share in shares.values() for sample in share]
         assert len(samples) == len(set(samples)), "a sample is in two shards"
         delay_s = self.world.random.uniform(0.01, 0.1)
         for rank in arrived:
@@ -404,7 +425,7 @@ class SimulatedRank(SimulatedWorker):
             keys = [*samples, f"{call.call} after {before}"]
             digest = self.adapter.train(call.step, keys, prepares=call.prepares)
         outputs: dict[str, dict[str, float]] = {}
-        if call.interface == "reference_inference":
+        if call.interface == "reference_inference" and self.seat.is_last:
             outputs["reference_kl"] = {
                 key: float(len(key) + int(says, 16) % 7) for key, says in self._samples.items()
             }
@@ -517,26 +538,50 @@ class SimulatedRank(SimulatedWorker):
     # Recovery.
 
     def _recover(self, operation: Operation) -> Body:
-        answer = self.processor.carry_out(operation)
+        try:
+            answer = self.processor.carry_out(operation)
+        finally:
+            if not self.adapter.generation:
+                self._leave()
         self._step_calls.forget()
         self._samples, self._found = {}, {}
         return answer
 
-    def _meet(self, request: RebuildGroup) -> None:
-        """Arrive at the meeting point of a generation; a rank that is late breaks it for all."""
-        self.place = ("group", request.generation, request.ranks, request.sequence)
-        self.after(request.timeout_s, self._give_up_meeting, self._attempt)
-        for rank in self._rendezvous.arrive(self, expected=request.ranks):
-            rank.after(0.001 + 0.004 * self.world.random.random(), rank._all_met, rank._attempt)
+    def _leave(self) -> None:
+        """Leave the groups of a generation that is over."""
+        self._groups = {}
 
-    def _all_met(self, attempt: int) -> None:
+    def _has_met(self, request: RebuildGroup) -> bool:
+        """Whether all groups of a generation are formed, so that the rank can take it over."""
+        members = members_of(self.name, request.ranks, self._mesh)
+        return self._joined.keys() == members.keys() and self._joined[WORLD].generation == request.generation
+
+    def _meet(self, request: RebuildGroup) -> None:
+        """Form the groups of a generation; a rank that is late breaks it for all."""
+        self._joined = {}
+        self.after(request.timeout_s, self._give_up_meeting, self._attempt)
+        self._meet_next(request)
+
+    def _meet_next(self, request: RebuildGroup) -> None:
+        """Arrive at the meeting point of the next group."""
+        members = members_of(self.name, request.ranks, self._mesh)
+        axis = next(axis for axis in members if axis not in self._joined)
+        self.place = ("group", request.generation, request.ranks, request.sequence, axis, members[axis])
+        arrived = self._rendezvous.arrive(self, expected=members[axis])
+        group = SimulatedGroup(axis, request.generation, members[axis])
+        for rank in arrived:
+            rank.after(0.001 + 0.004 * self.world.random.random(), rank._met_group, rank._attempt, group)
+
+    def _met_group(self, attempt: int, group: SimulatedGroup) -> None:
         if attempt != self._attempt or self._busy is None:
             return
         request = self._busy.body
         assert isinstance(request, RebuildGroup)
-        self._met, self._members = True, request.ranks
+        self._joined[group.axis] = group
+        if not self._has_met(request):
+            self._meet_next(request)
+            return
         self._begin(self._busy)
-        self._met = False
 
     def _give_up_meeting(self, attempt: int) -> None:
         if attempt == self._attempt and self._busy is not None:
@@ -547,6 +592,7 @@ class SimulatedRank(SimulatedWorker):
     def _fail_to_meet(self, delivery: Delivery, request: RebuildGroup) -> None:
         """Fail the probe collective, as happens when a rank does not arrive."""
         self._busy = delivery
+        self._joined = {}
         try:
             answer: Body | None = self._recover(request)
             error: KintsugiError | None = None
@@ -555,8 +601,9 @@ class SimulatedRank(SimulatedWorker):
         self._finish(answer, error)
 
     def _probe(self, request: RebuildGroup) -> None:
-        if not self._met:
+        if not self._has_met(request):
             raise GroupBroken(f"not every rank of generation {request.generation} came")
+        self._groups, self._joined = self._joined, {}
 
     def _fetch(self, source: str, step: int) -> ReplaySnapshot:
         """Request a state from a replica, another host's agent or the disk; the answer is kept until it is requested

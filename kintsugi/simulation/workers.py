@@ -271,12 +271,18 @@ class SimulatedManager(SimulatedWorker):
         self._loaded: dict[str, tuple[int, str]] = {}
         self._loading: set[str] = set()
         self._weights: LoadWeights | None = None
+        self._latest_load = 0, 0
+        """Term and number of the last order to load weights; a repetition of an earlier one comes too late."""
         self._asked: list[Delivery] = []
         self._waiting: deque[tuple[Delivery, Generate]] = deque()
         self._sent: dict[str, dict[int, tuple[Delivery, Generate]]] = {}
         """Server → number → request without an answer."""
         self._retired: set[tuple[str, str]] = set()
         self._turn = 0
+
+    @staticmethod
+    def _order_of(delivery: Delivery) -> tuple[int, int]:
+        return delivery.envelope.term, delivery.envelope.sequence
 
     def follow_book(self) -> None:
         peers = self.endpoint.directory.peers
@@ -296,7 +302,10 @@ class SimulatedManager(SimulatedWorker):
         match body:
             case Generate():
                 self._waiting.append((delivery, body))
+            case LoadWeights() if self._order_of(delivery) < self._latest_load:
+                self.endpoint.fail(delivery, "RefusedError", "later weights have been ordered since")
             case LoadWeights():
+                self._latest_load = self._order_of(delivery)
                 if self._weights is None or self._weights.manifest != body.manifest:
                     for asked in self._asked:
                         self.endpoint.fail(asked, "RefusedError", "superseded by another version")

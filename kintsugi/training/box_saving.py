@@ -170,14 +170,16 @@ class BoxSaver:
 
 def own_tensors(held: HeldState) -> HeldState:
     """The state as it is written for its box: a frozen reference, which all shards have, is in the boxes of the first
-    one, and what is whole in each tensor slice in those of the first slice."""
+    one, what is whole in each tensor slice in those of the first slice, and what several stages have in one of
+    them."""
     seat = held.seat
-    if seat.shard == 0 and seat.tensor == 0:
+    if seat.shard == 0 and seat.tensor == 0 and not held.copied:
         return held
     tensors = {
         name: tensor
         for name, tensor in held.tensors.items()
         if (seat.shard == 0 or not name.startswith("reference/"))
         and (seat.tensor == 0 or SliceName.parse(tensor_of(name)).count > 1)
+        and name not in held.copied
     }
     return replace(held, tensors=tensors)

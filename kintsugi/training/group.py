@@ -158,12 +158,12 @@ class Row(Group, Protocol):
 
 
 class Edge(NamedTuple):
-    """Both directions between two neighbouring pipeline stages. They never wait for each other."""
+    """Both directions between two pipeline stages. They never wait for each other."""
 
     forward: Channel
-    """The earlier stage sends activations."""
+    """The earlier stage sends: activations, or the last stage's part of a tied embedding's gradient."""
     backward: Channel
-    """The later stage sends their gradients."""
+    """The later stage sends: gradients of activations, or the weights of a tied embedding."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,8 @@ class Groups:
     """To the stage before; None in the first one."""
     following: Edge | None = None
     """To the stage after; None in the last one."""
+    embedding: Edge | None = None
+    """Between the first and the last stage of a model with tied embeddings (`tied_embedding.py`); else None."""
 
     @classmethod
     def of(cls, world: Group) -> Groups:
@@ -197,7 +199,7 @@ class Groups:
         if self.data is not self.world:
             yield self.data
         yield from (group for group in (self.tensors, self.stages) if group is not None)
-        for edge in (self.previous, self.following):
+        for edge in (self.previous, self.following, self.embedding):
             yield from edge or ()
 
     def end(self, why: str) -> None:

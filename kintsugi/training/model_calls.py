@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -95,8 +96,19 @@ class ModelCalls(TrainingCalls):
         in_order = [batch for index in sorted(batches) for batch in batches[index]]
         model = self._state.trained(objective.part)
         losses = partial(objective.loss, call=call)
-        run = learning_pass if learns else losses_alone
-        steps = run(model, in_order, groups=groups, loss=losses, check=self._check)
+        if learns:
+            counts = accumulate(len(batches[index]) for index in sorted(batches))
+            steps = learning_pass(
+                model,
+                in_order,
+                groups=groups,
+                loss=losses,
+                check=self._check,
+                tied=self._state.tied_gradient(objective.part),
+                ends={count - 1 for count in counts},
+            )
+        else:
+            steps = losses_alone(model, in_order, groups=groups, loss=losses, check=self._check)
         return partial(self._contribution, steps=steps, objective=objective, learns=learns)
 
     def _total(

@@ -9,11 +9,20 @@ is called 1F1B: a stage runs ahead of the backward passes by as many forward pas
 Backward passes happen in the order of the micro-batches, in every stage, so gradients are added as one rank would add
 them. Activations and their gradients travel in the compute type, over a channel per direction (`group.Edge`); what is
 sent waits in the background until the neighbour takes it.
+
+With tied embeddings (`tied_embedding.py`) a micro-batch is completed in the last stage when the first one has passed it
+backward. The last stage goes on meanwhile; but before the backward passes of another shard all of a shard are complete,
+because their gradients are one sum.
+
+    2 stages, 2 shards of 2       stage 0:  F0 F1 B0 F2 B1 F3 B2 B3
+                                  stage 1:     F0 B0 F1 B1 C0 F2 C1 B2 F3 B3 C2 C3
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -23,33 +32,64 @@ from kintsugi.model.transformer import Transformer
 from kintsugi.training.batch import MicroBatch
 from kintsugi.training.group import Groups
 from kintsugi.training.losses import BatchLoss
+from kintsugi.training.tied_embedding import TiedGradient
 
 NEIGHBOUR_TIMEOUT_S = 600.0
 """Limit for a neighbouring stage to send: it may have to compute all stages before it. A rank that is lost is noticed
 by its broken connection, and one that hangs by the master, long before."""
 
 
-class Action(NamedTuple):
-    """A forward or backward pass of one micro-batch."""
+class Work(Enum):
+    FORWARD = "F"
+    BACKWARD = "B"
+    COMPLETION = "C"
+    """The first stage's part of a gradient is added, in the last stage of a model with tied embeddings."""
 
-    is_backward: bool
+
+class Action(NamedTuple):
+    """Work on one micro-batch."""
+
+    work: Work
     batch: int
+
+    def __str__(self) -> str:
+        return f"{self.work.value}{self.batch}"
 
 
 def schedule(*, stage: int, stages: int, num_batches: int, learns: bool = True) -> Iterator[Action]:
     """Order of the passes of one stage.
 
-    >>> [str(each.batch) + "FB"[each.is_backward] for each in schedule(stage=0, stages=2, num_batches=3)]
-    ['0F', '1F', '0B', '2F', '1B', '2B']
+    >>> " ".join(map(str, schedule(stage=0, stages=2, num_batches=3)))
+    'F0 F1 B0 F2 B1 B2'
     """
     ahead = min(stages - 1 - stage, num_batches) if learns else num_batches
     for batch in range(ahead):
-        yield Action(is_backward=False, batch=batch)
+        yield Action(Work.FORWARD, batch)
     for batch in range(ahead, num_batches):
-        yield Action(is_backward=False, batch=batch)
-        yield Action(is_backward=True, batch=batch - ahead)
+        yield Action(Work.FORWARD, batch)
+        yield Action(Work.BACKWARD, batch - ahead)
     for batch in range(num_batches - ahead, num_batches) if learns else ():
-        yield Action(is_backward=True, batch=batch)
+        yield Action(Work.BACKWARD, batch)
+
+
+def completed(actions: Iterable[Action], *, stages: int, ends: Collection[int]) -> Iterator[Action]:
+    """Order of the last stage of a model with tied embeddings: a micro-batch is completed when the first stage can have
+    passed it backward. `ends` are the last micro-batches of the shards; one forward pass fills the wait at an end.
+
+    >>> " ".join(map(str, completed(schedule(stage=1, stages=2, num_batches=3), stages=2, ends={1, 2})))
+    'F0 B0 F1 B1 C0 F2 C1 B2 C2'
+    """
+    waiting: deque[int] = deque()
+    is_end = False
+    for action in actions:
+        yield action
+        if action.work is Work.BACKWARD:
+            waiting.append(action.batch)
+            is_end = action.batch in ends
+        while waiting and (len(waiting) >= stages or (is_end and action.work is Work.FORWARD)):
+            yield Action(Work.COMPLETION, waiting.popleft())
+    for batch in waiting:
+        yield Action(Work.COMPLETION, batch)
 
 
 class Neighbours:
@@ -59,12 +99,15 @@ class Neighbours:
         self._model = model
         self._previous = None if groups is None else groups.previous
         self._following = None if groups is None else groups.following
+        self._embedding = None if groups is None else groups.embedding
 
-    def receive_hidden(self, batch: MicroBatch) -> Tensor | None:
-        """Activations with which this stage begins; None in the first one."""
+    def receive_hidden(self, batch: MicroBatch, *, learns: bool = False) -> Tensor | None:
+        """Activations with which this stage begins; None in the first one, unless the gradient of its embedded tokens
+        is computed elsewhere."""
         edge = self._previous
         if edge is None:
-            return None
+            is_needed = learns and self._model.part.has_copy
+            return self._model.embedded(batch.tokens) if is_needed else None
         hidden = self._like_hidden(batch)
         edge.forward.receive(hidden, timeout_s=NEIGHBOUR_TIMEOUT_S)
         return hidden
@@ -81,13 +124,26 @@ class Neighbours:
         return gradient
 
     def send_gradient(self, hidden: Tensor | None) -> None:
-        """Pass the gradient of the activations back to the stage before, if there is one."""
-        if hidden is not None:
-            assert self._previous is not None and hidden.grad is not None
+        """Pass the gradient of the activations back to the stage before, if there is one, and that of embedded tokens
+        to the last stage."""
+        if hidden is None:
+            return
+        assert hidden.grad is not None
+        if self._previous is not None:
             self._previous.backward.send(hidden.grad)
+        else:
+            assert self._embedding is not None, "the ends of a model with tied embeddings are connected"
+            self._embedding.forward.send(hidden.grad)
+
+    def receive_embedding_gradient(self, batch: MicroBatch) -> Tensor:
+        """Gradient of the embedded tokens, from the first stage."""
+        assert self._embedding is not None, "the ends of a model with tied embeddings are connected"
+        gradient = self._like_hidden(batch)
+        self._embedding.forward.receive(gradient, timeout_s=NEIGHBOUR_TIMEOUT_S)
+        return gradient
 
     def await_sent(self) -> None:
-        for edge in (self._previous, self._following):
+        for edge in (self._previous, self._following, self._embedding):
             for channel in edge or ():
                 channel.await_sent(timeout_s=NEIGHBOUR_TIMEOUT_S)
 
@@ -104,25 +160,41 @@ def learning_pass(
     groups: Groups,
     loss: Callable[[MicroBatch], BatchLoss],
     check: Callable[[], None],
+    tied: TiedGradient | None = None,
+    ends: Collection[int] = (),
 ) -> Iterator[BatchLoss | None]:
     """Forward and backward passes; yields when a micro-batch is finished in this stage, in their order: its loss and
-    statistics in the last stage, None in the others."""
+    statistics in the last stage, None in the others. `tied` is the gradient of an embedding that the first stage uses
+    too; `ends` are the last micro-batches of the shards."""
     neighbours, part = Neighbours(model, groups), model.part
-    place = (0, 1) if groups.stages is None else (groups.stages.rank, groups.stages.size)
+    stage, stages = (0, 1) if groups.stages is None else (groups.stages.rank, groups.stages.size)
+    actions = schedule(stage=stage, stages=stages, num_batches=len(batches))
+    if tied is not None:
+        actions = completed(actions, stages=stages, ends=ends)
     begun: dict[int, tuple[Tensor | None, Tensor, BatchLoss | None]] = {}
-    for action in schedule(stage=place[0], stages=place[1], num_batches=len(batches)):
+    passed: dict[int, BatchLoss | None] = {}
+    for action in actions:
         check()
         batch = batches[action.batch]
-        if action.is_backward:
+        if action.work is Work.BACKWARD:
             hidden, output, found = begun.pop(action.batch)
             output.backward(None if part.is_last else neighbours.receive_gradient(batch))
             neighbours.send_gradient(hidden)
             if action.batch == len(batches) - 1:
                 neighbours.await_sent()
             del hidden, output
-            yield found
+            if tied is None:
+                yield found
+            else:
+                tied.hold()
+                passed[action.batch] = found
             continue
-        hidden = neighbours.receive_hidden(batch)
+        if action.work is Work.COMPLETION:
+            assert tied is not None
+            tied.complete(batch.tokens, neighbours.receive_embedding_gradient(batch))
+            yield passed.pop(action.batch)
+            continue
+        hidden = neighbours.receive_hidden(batch, learns=True)
         if hidden is not None:
             hidden.requires_grad = True
         model.incoming = hidden

@@ -395,9 +395,11 @@ def join_groups(
     device: torch.device,
     timeout_s: float,
     interruption: Interruption = lambda: None,
+    is_tied: bool = False,
 ) -> Groups:
     """Create all groups of a generation that this rank is in, within `timeout_s`. Every rank creates its groups in one
-    order: that of all ranks, then those of the data, tensor and stage axes, then the edges from the first stage on."""
+    order: that of all ranks, then those of the data, tensor and stage axes, then the edges from the first stage on, and
+    the one between the ends of a model with tied embeddings (`is_tied`)."""
     deadline = SYSTEM_CLOCK.monotonic() + timeout_s
     opened = ExitStack()
 
@@ -422,18 +424,23 @@ def join_groups(
         groups = Groups.of(world)
         if mesh.model_ranks > 1:
             assert ranks.index(me) == number_of(me), "a model that is cut over ranks needs all of them"
-            groups = _join_parts(mesh, number_of(me), world=world, join=join)
+            groups = _join_parts(mesh, number_of(me), world=world, is_tied=is_tied, join=join)
         opened.pop_all()
     return groups
 
 
 def _join_parts(
-    mesh: Mesh, mine: int, *, world: ProcessGroup, join: Callable[[str, Sequence[int]], ProcessGroup]
+    mesh: Mesh,
+    mine: int,
+    *,
+    world: ProcessGroup,
+    is_tied: bool,
+    join: Callable[[str, Sequence[int]], ProcessGroup],
 ) -> Groups:
     """Join the groups with some of the ranks. A name has the first member's number: groups of one kind are disjoint."""
     seat, column = mesh.seat(mine), mesh.data_column(mine, num_ranks=world.size)
     data = join(f"data-{column[0]}", column)
-    tensors = stages = previous = following = None
+    tensors = stages = previous = following = embedding = None
     if mesh.tensors > 1:
         row = mesh.tensor_row(mine)
         tensors = join(f"tensors-{row[0]}", row)
@@ -441,15 +448,17 @@ def _join_parts(
         pipeline = mesh.pipeline(mine)
         stages = join(f"stages-{pipeline[0]}", pipeline)
 
-        def edge(first: int, second: int) -> Edge:
-            forward = join(f"forward-{first}", (first, second))
-            return Edge(forward, join(f"backward-{first}", (second, first)))
+        def edge(first: int, second: int, of: str = "") -> Edge:
+            forward = join(f"{of}forward-{first}", (first, second))
+            return Edge(forward, join(f"{of}backward-{first}", (second, first)))
 
         if not seat.is_first:
             previous = edge(pipeline[seat.stage - 1], mine)
         if not seat.is_last:
             following = edge(mine, pipeline[seat.stage + 1])
-    return Groups(world, data, tensors, stages, previous, following)
+        if is_tied and (seat.is_first or seat.is_last):
+            embedding = edge(pipeline[0], pipeline[-1], of="embedding-")
+    return Groups(world, data, tensors, stages, previous, following, embedding)
 
 
 class OpenStore:

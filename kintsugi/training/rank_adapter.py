@@ -158,9 +158,9 @@ class RankAdapter(ABC):
         """Return to the committed state of `step`; a prepared one is adopted."""
 
     def gather(self) -> None:
-        """Complete the weights of a box from the other ranks, once per generation. A collective."""
+        """Complete the weights of this rank from the other ranks, once per generation. A collective."""
         if self._groups is not None and self._gathered_in[0] < self.group_id:
-            self._state.gather(self._groups.data)
+            self._state.gather(self._groups)
             self._gathered_in = self.group_id, False
 
     def complete(self) -> None:
@@ -174,7 +174,7 @@ class RankAdapter(ABC):
             or self._gathered_in == (self.group_id, True)
         ):
             return
-        self._state.gather(groups.data)
+        self._state.gather(groups)
         self._gathered_in = self.group_id, True
 
     def leave(self) -> None:

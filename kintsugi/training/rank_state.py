@@ -28,7 +28,7 @@ from kintsugi.config.stages import Stage
 from kintsugi.errors import IntegrityError, RefusedError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.arrays import Array, copied, dtype_name
-from kintsugi.model.partition import local_shapes, part_of
+from kintsugi.model.partition import ModelPart, is_embedding, local_shapes, part_of, used_shapes
 from kintsugi.model.plan import Companions
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_file import DTYPES
@@ -101,7 +101,7 @@ class RankState(ABC):
         self._updating = self._between_calls = False
         self._is_gathered = True
         """Whether the weights in the compute type are those of the live state; not after another state was loaded into
-        a box, until they are gathered from the ranks."""
+        a box, until they are gathered from the ranks, nor is a copy of another stage's embedding."""
         self._stage: Stage | None = None
         self._reference: Any = None
         """Weights of the stage's frozen reference, in the compute dtype; None if it has none."""
@@ -209,7 +209,12 @@ class RankState(ABC):
         """Which box of the state this rank holds."""
         return self._box.seat
 
-    def gather(self, group: Group) -> None:
+    @property
+    def model_part(self) -> ModelPart:
+        """Layers of the actor that this rank computes."""
+        return part_of(self.config, self.seat)
+
+    def gather(self, groups: Groups) -> None:
         """Complete the weights in the compute type from the boxes of all ranks. A collective; does nothing where every
         rank holds the whole state."""
         assert self._box.is_whole, "a framework that cuts its state gathers it"
@@ -438,6 +443,7 @@ class RankState(ABC):
             await_copy=await_copy,
             hold=hold,
             seat=self.seat,
+            copied=self._copied,
         )
 
     def hold(self, counters: CopyCounters) -> HeldState:
@@ -448,7 +454,7 @@ class RankState(ABC):
             return self.hold_committed()
         view, hold = self._copies.hold(counters)
         tensors = self._by_name(view, self._kept_reference(counters))
-        return HeldState(counters, tensors, {}, self.dtype, lambda: None, hold, self.seat)
+        return HeldState(counters, tensors, {}, self.dtype, lambda: None, hold, self.seat, self._copied)
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -627,8 +633,16 @@ class RankState(ABC):
     @property
     def _reference_part(self) -> LayoutPart:
         """Layout of a frozen reference; one that moves lies like the actor."""
-        shapes = self._slices.shapes(local_shapes(self._reference_config, self.seat))
+        shapes = self._slices.shapes(used_shapes(self._reference_config, self.seat))
         return LayoutPart.of(shapes, is_filled=False)
+
+    @property
+    def _copied(self) -> frozenset[str]:
+        """Names of tensors of a frozen reference that the last stage has too, and saves."""
+        if self._reference is None or not part_of(self._reference_config, self.seat).has_copy:
+            return frozenset()
+        names = (slot.name for slot in self._reference_part.slots)
+        return frozenset(f"reference/{name}" for name in names if is_embedding(name))
 
 
 def lay_out(

@@ -48,6 +48,7 @@ class TorchAdapter(RankAdapter):
             device=self._state.gradient.device,
             timeout_s=request.timeout_s,
             interruption=self._interruption,
+            is_tied=self._state.model_part.is_tied,
         )
 
     def _known_numbers(self, numbers: list[float]) -> Tensor:

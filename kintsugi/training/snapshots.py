@@ -209,6 +209,8 @@ class HeldState:
     hold: SlotHold
     seat: Seat = WHOLE
     """Which box of the state it is. Without `weights` where there are others."""
+    copied: frozenset[str] = frozenset()
+    """Names of tensors that are also in another box, with which they are saved."""
 
 
 class StateSnapshots:

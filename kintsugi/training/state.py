@@ -10,7 +10,7 @@ by a `UnitPass`, from the weights of the boxes, and the gradient is that of this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import cast
 
@@ -22,7 +22,7 @@ from kintsugi.config.schema import ActorSection
 from kintsugi.config.stages import Stage
 from kintsugi.errors import RefusedError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
-from kintsugi.model.partition import local_shapes
+from kintsugi.model.partition import is_embedding, local_shapes
 from kintsugi.model.plan import ACTOR_ALONE, Companions
 from kintsugi.model.seats import WHOLE, Seat
 from kintsugi.model.tensor_group import TensorGroup
@@ -37,6 +37,7 @@ from kintsugi.training.initial_weights import Weights, critic_weights, new_model
 from kintsugi.training.layout import ACTOR, CRITIC, LayoutPart, LayoutSlot, reference_by_name
 from kintsugi.training.rank_state import RankState, lay_out
 from kintsugi.training.tensor_row import TensorRow
+from kintsugi.training.tied_embedding import TiedGradient, copy_embedding
 from kintsugi.training.unit_gradients import UnitGradients
 from kintsugi.training.unit_pass import UnitPass
 from kintsugi.training.unit_weights import UnitWeights
@@ -95,26 +96,23 @@ class TrainingState(RankState):
         self._trained = (
             {ACTOR: self.model} if self._critic is None else {ACTOR: self.model, CRITIC: self._critic}
         )
+        self._copy = _embedding_of(self.model) if self.model_part.has_copy else {}
+        for name, parameter in self._copy.items():
+            parameter.data.copy_(dict(model.named_parameters())[name].data)
+            parameter.requires_grad = False
         self._initial: Tensor | None = None
         """Initial weights of the actor in the compute type, where no whole weights are kept: until the first stage has
         begun, whose reference and critic may begin with them."""
+        self._tied: dict[str, TiedGradient] = {}
         self._passes: dict[str, UnitPass] = {}
         self._compute_weights = self._whole_weights(model, dtype=compute_dtype)
         if gathers_layers:
             self.gradient = self._weights.new_zeros(self._box.num_parameters)
-            self._initial, self._compute_weights = (
-                self._compute_weights,
-                self._weights.new_empty(0, dtype=compute_dtype),
-            )
+            self._initial = self._compute_weights
+            self._compute_weights = self._weights.new_empty(0, dtype=compute_dtype)
             self._passes = {name: self._unit_pass(name, each) for name, each in self._trained.items()}
         else:
-            for name, each in self._trained.items():
-                point(each, layout.parts[name], weights=self._compute_weights)
-            # Last, when the models' own memory is free again: together they would need more than any step does.
-            self.gradient = self._weights.new_zeros(layout.num_parameters)
-            for name, each in self._trained.items():
-                learn(each, layout.parts[name], gradient=self.gradient)
-                each.recompute = recompute
+            self._attach_models(recompute=recompute)
         if self._live.is_cuda:
             torch.cuda.empty_cache()
         self._reference_model: Transformer | None = None
@@ -122,6 +120,22 @@ class TrainingState(RankState):
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    def _attach_models(self, *, recompute: bool) -> None:
+        """Make the trained models compute with the whole weights, and add to the whole gradient."""
+        parts = self._layout.parts
+        for name, each in self._trained.items():
+            point(each, parts[name], weights=self._compute_weights)
+        # Last, when the models' own memory is free again: together they would need more than any step does.
+        self.gradient = self._weights.new_zeros(self._layout.num_parameters)
+        for name, each in self._trained.items():
+            is_tied = each.part.is_tied and each.part.is_last
+            apart = _embedding_of(each) if is_tied else {}
+            learn(each, parts[name], gradient=self.gradient, apart=apart)
+            each.recompute = recompute
+            if is_tied:
+                totals = parts[name].views(self.gradient)
+                self._tied[name] = TiedGradient(each, [(apart[own], totals[own]) for own in apart])
 
     def _whole_weights(self, model: Transformer, *, dtype: torch.dtype) -> Tensor:
         """Initial weights of all models in the compute type; the box gets its elements of them."""
@@ -142,6 +156,10 @@ class TrainingState(RankState):
             gradients=UnitGradients(model, box=self._box, part=part, gradient=gradient),
             is_tied=part == ACTOR and model.config.tie_embeddings,
         )
+
+    def tied_gradient(self, part: str) -> TiedGradient | None:
+        """Gradient of an embedding whose rows another stage looks up; None where there is no such embedding."""
+        return self._tied.get(part)
 
     def _new_model(
         self, config: ModelConfig, *, dtype: torch.dtype, with_value_head: bool = False
@@ -213,6 +231,8 @@ class TrainingState(RankState):
             self.gradient_of(part).zero_()
             if self._gathers_layers or self._compute_weights.dtype != self.gradient.dtype:
                 self._trained[part].zero_grad(set_to_none=True)
+            if (tied := self.tied_gradient(part)) is not None:
+                tied.clear()
 
     def weights(self) -> dict[str, Tensor]:
         """Committed weights of the actor by Hugging Face name, in the compute dtype, for publishing and export: views
@@ -286,41 +306,43 @@ class TrainingState(RankState):
         if not self._box.is_whole and not self._gathers_layers:
             self._compute_weights.copy_(self.gradient)
             self.gradient.zero_()
-            self._is_gathered = True
+        self._is_gathered = True
 
     def _take_initial(self, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
-        if self._box.is_whole:
-            super()._take_initial(fill)
-            return
+        row = self._weights
         if self._gathers_layers:
-            whole = self._weights.new_zeros(self._layout.num_parameters)
-            fill(self._layout.actor.views(whole))
-            self._box.take(self._weights, whole)
-            self._initial = whole.to(self.dtype)
-            return
-        self.gradient.zero_()  # Free memory, of the right size and type.
-        fill(self._layout.actor.views(self.gradient))
-        self._box.take(self._weights, self.gradient)
+            row = self._weights.new_zeros(self._layout.num_parameters)
+        elif not self._box.is_whole:
+            row = self.gradient.zero_()  # Free memory, of the right size and type.
+        fill(self._layout.actor.views(row) | self._copy)
+        if not self._box.is_whole:
+            self._box.take(self._weights, row)
+        if self._gathers_layers:
+            self._initial = row.to(self.dtype)
 
     def start_stage(self, stage: Stage, *, step: int) -> None:
         super().start_stage(stage, step=step)
         if not self.is_fresh:
             self._initial = None
 
-    def gather(self, group: Group) -> None:
-        if not self._box.is_whole and not self._gathers_layers:
-            self._gather(group, *self._layout.parts)
+    def gather(self, groups: Groups) -> None:
+        self._gather(groups, *self._layout.parts)
 
-    def _gather(self, group: Group, *parts: str) -> None:
+    def _gather(self, groups: Groups, *parts: str) -> None:
         self._is_gathered = False  # If the others do not come, a rollback follows.
-        self._box.gather(self._weights, into=self._compute_weights, group=group, parts=parts)
+        if not self._box.is_whole and not self._gathers_layers:
+            self._box.gather(self._weights, into=self._compute_weights, group=groups.data, parts=parts)
+        if ACTOR in parts and groups.embedding is not None:
+            embedding = list(_embedding_of(self.model).values())
+            copy_embedding(embedding, edge=groups.embedding, is_first=self.seat.is_first)
         self._is_gathered = True
 
     def _actor_weights(self) -> dict[str, Tensor]:
         # Equal to the master weights where they matter: a critic that begins as the actor needs float32 (`validation`).
         if self._gathers_layers:
             return {} if self._initial is None else self._layout.actor.views(self._initial)
-        return self._layout.actor.views(self._weights if self._box.is_whole else self._compute_weights)
+        row = self._weights if self._box.is_whole else self._compute_weights
+        return self._layout.actor.views(row) | self._copy
 
     def _fill_critic(self, weights: Mapping[str, Tensor]) -> None:
         if self._box.is_whole:
@@ -341,8 +363,7 @@ class TrainingState(RankState):
         if self.seat.is_whole:
             return self._change(before, self._some_weights(part))
         assert groups is not None, "the weights of several boxes are gathered after an update"
-        if not self._box.is_whole and not self._gathers_layers:
-            self._gather(groups.data, part)
+        self._gather(groups, part)
         squares = torch.stack((_norm(self._some_weights(part) - before), _norm(before))).square()
         world = groups.world
         gathered = world.all_gather(squares, timeout_s=GATHER_TIMEOUT_S)[self._box.counted(world)]
@@ -397,13 +418,11 @@ class TrainingState(RankState):
 
     def _weights_changed(self, *, reference: Tensor | None) -> None:
         """Refresh the compute weights after the live tensor was replaced; `reference` is the frozen one."""
-        if self._gathers_layers:
-            if not self.is_fresh:
-                self._initial = None
-        elif not self._box.is_whole:
-            self._is_gathered = False
-        elif self._compute_weights is not self._weights:
+        if self._gathers_layers and not self.is_fresh:
+            self._initial = None
+        if self._box.is_whole and self._compute_weights is not self._weights:
             self._compute_weights.copy_(self._weights)
+        self._is_gathered = (self._box.is_whole or self._gathers_layers) and not self._copy
         if reference is not self._reference:
             self._reference, self._reference_model = reference, None
         self._refresh_reference()
@@ -421,18 +440,25 @@ def point(model: Transformer, part: LayoutPart, *, weights: Tensor) -> None:
         parameter.requires_grad = False
 
 
-def learn(model: Transformer, part: LayoutPart, *, gradient: Tensor) -> None:
-    """Make backward passes through a model add its gradients to a flat tensor.
+def learn(model: Transformer, part: LayoutPart, *, gradient: Tensor, apart: Collection[str] = ()) -> None:
+    """Make backward passes through a model add its gradients to a flat tensor, except for the parameters `apart`.
 
     Gradients of the tensor's own type are views of it. Others are added as soon as autograd has finished one of
     them, which is then dropped, so that a second gradient of the whole model never exists.
     """
     for slot, parameter in _parameters(model, part):
         parameter.requires_grad = True
+        if slot.name in apart:
+            continue
         if parameter.dtype == gradient.dtype:
             parameter.grad = slot.view(gradient)
         else:
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, slot.view(gradient)))
+
+
+def _embedding_of(model: Transformer) -> dict[str, Tensor]:
+    """Parameters of the embedding, of which there is one for each slice, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if is_embedding(name)}
 
 
 def _parameters(model: Transformer, part: LayoutPart) -> Iterator[tuple[LayoutSlot, Tensor]]:

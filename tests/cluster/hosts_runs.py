@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kintsugi.run_folder.reader import read_summary
 from tests.cluster.tiny_runs import until
@@ -91,6 +92,40 @@ def wait_for_step(run_dir: Path, step: int, command: subprocess.Popen[str]) -> N
         return num_steps(run_dir) >= step
 
     until(is_there, f"step {step}", timeout_s=LONGEST_S)
+
+
+def faults_of_soak(report: Path, *, roles: set[str]) -> list[dict[str, Any]]:
+    """Return the faults of a soak that have fired: losses of machines, and what else is of these roles. One in a
+    recovery follows the kill of a rank.
+
+    Its runs ended in equal bits, nothing was lost or done twice, and the processes that were not hit are the same.
+    """
+    found = json.loads(report.read_text())
+    faults: list[dict[str, Any]] = found["faults"]
+    assert {"node"} <= {fault["role"] for fault in faults} <= roles, faults
+    for fault in faults:
+        assert fault["processes"], fault
+        assert fault["recovered_ms"] is not None and fault["healthy_pids_unchanged"], fault
+    totals = found["totals"]
+    assert totals["weights_sha256"] == totals["weights_sha256_undisturbed"] != ""
+    assert totals["step_hashes_equal"]
+    assert (totals["samples_lost"], totals["samples_duplicated"], totals["processes_left"]) == (0, 0, 0)
+    return faults
+
+
+def places_of_fault(soak: Path, fault: dict[str, Any]) -> set[str]:
+    """Return the hosts that the markers of a fault of a soak name."""
+    markers = [json.loads(path.read_text()) for path in soak.glob("faults-*/markers/*.json")]
+    found = {each["host"] for each in markers if each["process"] in fault["processes"]}
+    assert found, fault
+    return found
+
+
+def assert_lost_host_is_diagnosed(result: Path) -> None:
+    """Check the result of `lab run node_loss`: the fault has fired, was named and was recovered from."""
+    (run,) = json.loads(result.read_text())["runs"]
+    assert (run["diagnosed"]["process"], run["diagnosed"]["kind"]) == ("agent-1", "host_lost"), run
+    assert run["correct"] and run["recovered"] and run["steps_lost"] == 0, run
 
 
 def pid_of(machines: Machines, text: str) -> int:

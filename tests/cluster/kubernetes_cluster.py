@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from kintsugi.cluster.namespaces import HostNamespaces
 from kintsugi.lab.testbed import hosts
 from kintsugi.lab.testbed.process_tags import carriers
 from tests.cluster.kubernetes_images import HOST, write_images
@@ -36,6 +38,7 @@ GRACE_S = 8
 """Silence of a kubelet after which its node is not ready (`--node-monitor-grace-period`; the default is 40 s)."""
 TOKENS = """admin,admin,admin,"system:masters"
 launcher,launcher,launcher,
+laboratory,laboratory,laboratory,
 nothing,nothing,nothing,
 """
 CONTAINERD = """
@@ -121,7 +124,7 @@ class KubernetesCluster:
         self._commands: list[subprocess.Popen[str]] = []
         self.images = write_images(folder)
         self.server = f"https://{self.head.address}:6443"
-        for user in ("admin", "launcher", "nothing", "wrong"):
+        for user in ("admin", "launcher", "laboratory", "nothing", "wrong"):
             self.kubeconfig(user)
         self._start_control_plane()
         for place in self.places:
@@ -211,10 +214,9 @@ class KubernetesCluster:
 
     def power_on(self, host: str) -> None:
         place = next(place for place in self.places if place.name == host)
-        index = self.places.index(place)
         folder = self.folder / host
         (folder / "cni").mkdir(parents=True, exist_ok=True)
-        subnet = f"10.89.{index}.0/24"
+        subnet = self._subnet(place)
         bridge = {
             "type": "bridge",
             "bridge": "cni0",
@@ -231,10 +233,12 @@ class KubernetesCluster:
         (folder / "cni" / "pods.conflist").write_text(json.dumps(chain))
         (folder / "containerd.toml").write_text(CONTAINERD.format(folder=folder))
         (folder / "kubelet.yaml").write_text(KUBELET.format(address=place.address))
+        self._ip(host, "link", "set", "eth0", "up")
         for other in self._network.places:
             if other is not place:
-                via = ["ip", "route", "replace", subnet, "via", place.address]
-                subprocess.run([*self._in(other.name, "net"), *via], check=True)
+                self._ip(other.name, "route", "replace", subnet, "via", place.address)
+            if other in self.places and other is not place:  # A link that was down has lost its own.
+                self._ip(host, "route", "replace", self._subnet(other), "via", other.address)
         boot = BOOT.format(
             name=host,
             folder=folder,
@@ -253,8 +257,18 @@ class KubernetesCluster:
                 start_new_session=True,
             )
 
-    def power_off(self, host: str) -> None:
-        """End everything on a node at once: kubelet, containerd, and all containers."""
+    def _subnet(self, place: HostNamespaces) -> str:
+        """Addresses of the pods of a node."""
+        return f"10.89.{self.places.index(place)}.0/24"
+
+    def _ip(self, host: str, *arguments: str) -> None:
+        subprocess.run([*self._in(host, "net"), "ip", *arguments], check=True)
+
+    def power_off(self, host: str, *, is_silent: bool = True) -> None:
+        """End everything on a node at once: kubelet, containerd, and all containers. With `is_silent` its link is cut
+        before, as a machine without power says nothing; else its kernel closes their connections."""
+        if is_silent:
+            self._ip(host, "link", "set", "eth0", "down")
         _kill(self._nodes.pop(host))
         # A machine that is switched on again has no containers left; its images are imported again.
         for part in ("root", "state", "kubelet", "ipam", "pki"):
@@ -262,18 +276,23 @@ class KubernetesCluster:
 
     def _make_namespace(self) -> None:
         self.api("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
-        role = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "role.yaml").read_text())
+        for role, users in (("role", ("launcher", "laboratory")), ("laboratory", ("laboratory",))):
+            self._make_role(role, users)
+        account = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/default"
+        until(lambda: self.api("GET", account).get("kind") == "ServiceAccount", "the account", timeout_s=60.0)
+
+    def _make_role(self, name: str, users: Sequence[str]) -> None:
+        """Create a role that is shipped, and give it to users."""
+        role = yaml.safe_load((ROOT / "deploy" / "kubernetes" / f"{name}.yaml").read_text())
         roles = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{NAMESPACE}"
         self.api("POST", f"{roles}/roles", role)
         group = "rbac.authorization.k8s.io"
         binding = {
-            "metadata": {"name": "launcher"},
+            "metadata": {"name": name},
             "roleRef": {"apiGroup": group, "kind": "Role", "name": role["metadata"]["name"]},
-            "subjects": [{"apiGroup": group, "kind": "User", "name": "launcher"}],
+            "subjects": [{"apiGroup": group, "kind": "User", "name": user} for user in users],
         }
         self.api("POST", f"{roles}/rolebindings", binding)
-        account = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/default"
-        until(lambda: self.api("GET", account).get("kind") == "ServiceAccount", "the account", timeout_s=60.0)
 
     def curl(self, method: str, path: str, body: Any = None) -> str:
         """Ask the API server as its administrator."""
@@ -339,6 +358,8 @@ class KubernetesCluster:
             "command": [sys.executable, "-P", "-m", "kintsugi"],
             "env": [{"name": key, "value": value} for key, value in environment.items()],
             "volumeMounts": mounts,
+            # Without a request, a container gets next to nothing of a processor that others use too.
+            "resources": {"requests": {"cpu": "500m"}},
         }
         path = self.runs / name
         path.write_text(yaml.safe_dump({"spec": {"containers": [container], "volumes": volumes}}))
@@ -381,7 +402,7 @@ class KubernetesCluster:
     def on_pods(self, *, pods: int = 3, image: str = HOST) -> list[str]:
         """Arguments of a run on pods of this cluster."""
         return [
-            *("--on", "k8s", "--image", image, f"cluster.kubernetes.pods={pods}"),
+            *("--on", "k8s", f"cluster.kubernetes.image={image}", f"cluster.kubernetes.pods={pods}"),
             f"cluster.kubernetes.template={self.template()}",
         ]
 

@@ -12,6 +12,7 @@ import base64
 import json
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -47,6 +48,8 @@ class KubernetesServer:
         self._version, self._oldest = 100, 100
         self._watches: set[asyncio.WriteTransport] = set()
         self._changed = asyncio.Event()
+        self._commands: dict[str, asyncio.subprocess.Process] = {}
+        """Pod → the last command that was run in it."""
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="api-server", daemon=True)
@@ -114,6 +117,10 @@ class KubernetesServer:
         """`kubectl delete pod`: with a grace period."""
         self.ask(lambda: self._delete("pods", name, grace_s=30))
 
+    def end_command(self, name: str) -> None:
+        """End the command that was run in a pod, as a kubelet does some time after the pod was deleted."""
+        self.ask(lambda: _kill(self._commands[name]))
+
     def refuse_next(self, status: int, *, times: int) -> None:
         self.ask(lambda: self._refusals.extend([status] * times))
 
@@ -141,6 +148,8 @@ class KubernetesServer:
         self._loop.run_until_complete(self._open())
         self._ready.set()
         self._loop.run_forever()
+        for command in self._commands.values():
+            _kill(command)
         self._loop.run_until_complete(self._runner.cleanup())
         self._loop.close()
 
@@ -165,12 +174,15 @@ class KubernetesServer:
             return web.json_response({"major": "1", "minor": self.minor})
         if request.path.endswith("/selfsubjectaccessreviews"):
             asked = (await request.json())["spec"]["resourceAttributes"]
-            allowed = self._may(token, asked["verb"], asked["resource"])
+            resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
+            allowed = self._may(token, asked["verb"], resource)
             return web.json_response({"status": {"allowed": allowed}}, status=201)
         parts = request.path.strip("/").split("/")
         if "namespaces" not in parts:
             return web.Response(status=404, text="404 page not found\n")  # A group that is not installed.
         namespace, resource, *name = parts[parts.index("namespaces") + 1 :]
+        if name[1:] == ["exec"]:
+            return await self._execute(token, request, name[0])
         if refused := self._refusal(token, request, namespace, resource, name):
             return refused
         match request.method:
@@ -205,6 +217,37 @@ class KubernetesServer:
     def _may(self, token: str, verb: str, resource: str) -> bool:
         rights = self.rights[token]
         return rights is None or (verb, resource) in rights
+
+    async def _execute(self, token: str, request: web.Request, name: str) -> web.StreamResponse:
+        """Run a command, on this machine, and carry its streams over a WebSocket."""
+        if not self._may(token, "get", "pods/exec"):
+            return _status(403, "Forbidden", f'pods "{name}" is forbidden')
+        pod = self._objects.get(("pods", name))
+        if pod is None:
+            return _status(404, "NotFound", f'pods "{name}" not found')
+        if "nodeName" not in pod["spec"]:
+            return _status(400, "BadRequest", f"pod {name} does not have a host assigned")
+        if request.headers.get("Accept") != "*/*":
+            return _status(406, "NotAcceptable", "only the following media types are accepted: ")
+        socket = web.WebSocketResponse(protocols=("v4.channel.k8s.io",))
+        await socket.prepare(request)
+        pipe = asyncio.subprocess.PIPE
+        command = request.query.getall("command")
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        carried = [
+            asyncio.create_task(_carry(stream, number, socket))
+            for number, stream in ((1, process.stdout), (2, process.stderr))
+        ]
+        self._commands[name] = process
+        try:
+            async for message in socket:
+                process.stdin.write(message.data[1:])
+        finally:
+            _kill(process)
+            await asyncio.gather(*carried)
+            await process.wait()
+        return socket
 
     # Objects.
 
@@ -387,6 +430,19 @@ class KubernetesServer:
         subject = {"metadata": {"name": f"{job}.{uuid4().hex[:8]}"}, "kind": "Event", "apiVersion": "v1"}
         subject |= {"involvedObject": {"name": job}, "reason": "FailedCreate", "message": message}
         self._create("events", subject, "runs")
+
+
+def _kill(command: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        command.kill()
+
+
+async def _carry(stream: asyncio.StreamReader, number: int, socket: web.WebSocketResponse) -> None:
+    """Copy what a command writes; the connection ends with the command."""
+    while content := await stream.read(4096):
+        if not socket.closed:
+            await socket.send_bytes(bytes([number]) + content)
+    await socket.close()
 
 
 def _merge(into: Object, change: Object) -> None:

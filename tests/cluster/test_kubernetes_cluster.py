@@ -21,9 +21,20 @@ from kintsugi.cluster.backends.kubernetes.access import Access, read_kubeconfig
 from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend
 from kintsugi.cluster.namespaces import enter
 from kintsugi.config.schema import KubernetesSection
-from kintsugi.telemetry.events import Alert, read_events
+from kintsugi.telemetry.events import Alert, HostLost, read_events
 from tests.cluster import kubernetes_cluster
-from tests.cluster.hosts_runs import finish, train_alone, wait_for_step, weights_of, write_inputs
+from tests.cluster.hosts_runs import (
+    LONGEST_S,
+    SLOWLY,
+    assert_lost_host_is_diagnosed,
+    faults_of_soak,
+    finish,
+    places_of_fault,
+    train_alone,
+    wait_for_step,
+    weights_of,
+    write_inputs,
+)
 from tests.cluster.kubernetes_cluster import GRACE_S, NAMESPACE, ROOT, KubernetesCluster
 from tests.cluster.kubernetes_images import EMPTY, HOST
 from tests.cluster.kubernetes_server import KubernetesServer
@@ -39,6 +50,8 @@ from tests.unit.cluster.test_backends import (
     test_one_host_is_replaced_and_the_others_keep_their_supervisors,
 )
 
+PATIENTLY = "cluster.start_timeout_s=300"
+"""For a busy machine: a run has to begin, however long that takes."""
 REPLACED_S = 15.0
 """From a loss to the supervisor of the new pod, with a grace of `GRACE_S` for a node that is silent."""
 
@@ -64,7 +77,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesCluster]:
     made = KubernetesCluster(tmp_path_factory.mktemp("k8s"), count=3)
-    write_inputs(made.runs, pauses_s={"rewards": 0.1})
+    write_inputs(made.runs, pauses_s={"rewards": 0.1, "slow_rewards": 1.0})
     yield made
     made.close()
 
@@ -76,7 +89,9 @@ def weights_of_one_machine(cluster: KubernetesCluster) -> str:
 
 def start(cluster: KubernetesCluster, name: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
     run_dir = cluster.runs / name
-    command = cluster.start("train", "recipe.yaml", f"run_dir={run_dir}", *cluster.on_pods(), *overrides)
+    command = cluster.start(
+        "train", "recipe.yaml", f"run_dir={run_dir}", *cluster.on_pods(), PATIENTLY, *overrides
+    )
     return command, run_dir
 
 
@@ -141,19 +156,27 @@ def test_one_pod_is_replaced_and_the_others_keep_their_processes(
     assert wait_for_replacement(cluster, run_dir, "1", before) < REPLACED_S
     finish(command)
     assert weights_of(run_dir) == weights_of_one_machine
+    told = [record.event for record in read_events(run_dir, process="host_manager-0")]
+    moved = [event for event in told if isinstance(event, Alert) and "is to be left" in event.message]
+    assert bool(moved) == (what == "deleted pod"), "SIGTERM has its processes moved between two steps"
     reasons = {event["reason"] for event in cluster.items("events")}
     assert {"HostStarted", "HostLost"} <= reasons
     cluster.assert_nothing_left()
 
 
+@pytest.mark.parametrize(
+    ("is_silent", "said"),
+    [(True, "is not ready, and it is silent"), (False, "its connection was closed, and it is silent")],
+    ids=["silent", "closed"],
+)
 def test_a_node_that_is_powered_off_costs_one_pod(
-    cluster: KubernetesCluster, weights_of_one_machine: str
+    cluster: KubernetesCluster, weights_of_one_machine: str, is_silent: bool, said: str
 ) -> None:
-    command, run_dir = start(cluster, "off")
+    command, run_dir = start(cluster, f"off-{is_silent}", SLOWLY)
     wait_for_step(run_dir, 2, command)
     before = supervisors(cluster)
     node = cluster.pods()["2"]["spec"]["nodeName"]
-    cluster.power_off(node)
+    cluster.power_off(node, is_silent=is_silent)
     try:
         took_s = wait_for_replacement(cluster, run_dir, "2", before)
         finish(command)
@@ -162,10 +185,57 @@ def test_a_node_that_is_powered_off_costs_one_pod(
     assert took_s < REPLACED_S, f"with a grace of {GRACE_S} s"
     assert weights_of(run_dir) == weights_of_one_machine
     told = [record.event for record in read_events(run_dir, process="host_manager-0")]
-    assert any(
-        isinstance(event, Alert) and "is not ready, and it is silent" in event.message for event in told
-    )
+    assert any(isinstance(event, HostLost) and said in event.message for event in told), told
     until(lambda: len(cluster.ready_nodes()) == 3, "the node", timeout_s=120.0)
+    cluster.assert_nothing_left()
+
+
+def test_a_soak_loses_whole_pods_and_ends_in_the_bits_of_its_undisturbed_twin(
+    cluster: KubernetesCluster,
+) -> None:
+    report = cluster.runs / "soak.json"
+    code, output = cluster.ask(
+        *("soak", "recipe.yaml", f"run_dir={cluster.runs}/soak", "--faults", "2", "--json", str(report)),
+        *("--role", "node", *cluster.on_pods(), PATIENTLY),
+        timeout_s=2 * LONGEST_S,
+        user="laboratory",
+    )
+    assert code == 0, output
+    faults = faults_of_soak(report, roles={"node", "model"})
+    sys.stderr.write("".join(f"\n{_described(fault)}" for fault in faults) + "\n")
+    for fault in faults:
+        places = places_of_fault(cluster.runs / "soak", fault)
+        assert places <= {"host-1", "host-2", "host-3"}, "it was injected into a pod"
+    cluster.assert_nothing_left()
+
+
+def _described(fault: dict[str, Any]) -> str:
+    times = ", ".join(
+        f"{name} {fault[name] or 0:.0f}" for name in ("detected_ms", "next_step_ms", "recovered_ms")
+    )
+    return f"{fault['kind']} {fault['role']} while {fault['phase']}: {times}"
+
+
+def test_an_experiment_that_loses_a_pod_is_diagnosed(cluster: KubernetesCluster) -> None:
+    result = cluster.runs / "lab.json"
+    code, output = cluster.ask(
+        *("lab", "run", "node_loss", "--profile", "ours", "--folder", str(cluster.runs / "lab")),
+        *("--json", str(result), *cluster.on_pods(), PATIENTLY),
+        timeout_s=2 * LONGEST_S,
+        user="laboratory",
+    )
+    assert code == 0, output
+    assert_lost_host_is_diagnosed(result)
+    cluster.assert_nothing_left()
+
+
+def test_a_laboratory_that_may_run_no_command_in_a_pod_is_refused_before_anything_starts(
+    cluster: KubernetesCluster,
+) -> None:
+    code, output = cluster.ask("soak", "recipe.yaml", f"run_dir={cluster.runs}/refused", *cluster.on_pods())
+    assert code != 0
+    assert "a Role needs verbs [get, create] on pods/exec in API group ''" in output, output
+    assert not (cluster.runs / "refused").exists()
     cluster.assert_nothing_left()
 
 

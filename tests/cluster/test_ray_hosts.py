@@ -20,8 +20,11 @@ from tests.cluster import ray_hosts
 from tests.cluster.hosts_runs import (
     LONGEST_S,
     SLOWLY,
+    assert_lost_host_is_diagnosed,
+    faults_of_soak,
     finish,
     pid_of,
+    places_of_fault,
     train_alone,
     wait_for_step,
     weights_of,
@@ -204,6 +207,30 @@ def test_a_lost_machine_of_the_launcher_leaves_neither_a_process_nor_a_reserved_
     assert "kintsugi-" in machines.left_in_ray()
     machines.assert_nothing_left(timeout_s=120.0)
     LOG.info("nothing left after %.0f s", time.monotonic() - since)
+
+
+def in_the_laboratory(machines: RayHosts, *arguments: str) -> None:
+    """Run a command of the laboratory on the nodes of the cluster."""
+    at = ("--on", "ray", f"cluster.ray.address={machines.address_of_cluster}", "cluster.start_timeout_s=300")
+    code, output = machines.ask(*arguments, *at, timeout_s=2 * LONGEST_S)
+    assert code == 0, output
+    machines.assert_nothing_left()
+
+
+def test_a_soak_loses_whole_nodes_and_ends_in_the_bits_of_its_undisturbed_twin(machines: RayHosts) -> None:
+    folder, report = machines.runs / "soak", machines.runs / "soak.json"
+    soak = ("soak", "recipe.yaml", f"run_dir={folder}", "--faults", "3", "--role", "node")
+    in_the_laboratory(machines, *soak, "--json", str(report))
+    for fault in faults_of_soak(report, roles={"node", "model"}):
+        LOG.info("%s", fault)
+        assert places_of_fault(folder, fault) <= {"host-1", "host-2", "host-3"}, "it was injected on a node"
+
+
+def test_an_experiment_that_loses_a_node_is_diagnosed(machines: RayHosts) -> None:
+    folder, result = machines.runs / "lab", machines.runs / "lab.json"
+    lab = ("lab", "run", "node_loss", "--profile", "ours", "--folder", str(folder), "--json", str(result))
+    in_the_laboratory(machines, *lab)
+    assert_lost_host_is_diagnosed(result)
 
 
 WRONG = {

@@ -12,9 +12,14 @@ from safetensors.torch import load_file
 
 from kintsugi.checkpoint.store import latest
 from kintsugi.journal.facts import IncidentClosed, RolledBack, StepCommitted
+from kintsugi.run_folder.reader import read_journal
+from kintsugi.telemetry.events import Span, read_events
+from kintsugi.weights.transports.stream import HOLD_TIMEOUT_S
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
-from tests.cluster.real_runs import LAST_STEP, Run, play_selected
+from tests.cluster.real_runs import LAST_STEP, Run, play_selected, until
 from tests.cluster.test_sharded_runs import KILLED_AT, LONGEST_S, resume_with
+
+AGENT, SERVER = "agent-0", "server-0"
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.sharding]
 
@@ -40,6 +45,20 @@ def play(run: Run, *, lost: str = "", begun: tuple[str, ...]) -> None:
     run.finish()
 
 
+def lose_agent_and_server(run: Run) -> None:
+    """Kill the agent to which the ranks have uploaded their slices, and then a server that has to load them again."""
+    run.longest_s = LONGEST_S
+    run.start(*layout(tensors=2), "generation.servers=1", gates=(KILLED_AT,))
+    run.wait_at(KILLED_AT)
+    before = read_journal(run.run_dir).processes[AGENT]
+    run.kill(AGENT)
+    until(lambda: read_journal(run.run_dir).processes[AGENT] != before, "the successor of the agent")
+    run.kill(SERVER)
+    run.wait_for_line("is admitted", file="events/manager-0.jsonl")
+    run.let_through(KILLED_AT)
+    run.finish()
+
+
 SCENARIOS: dict[str, Callable[[Run], None]] = {
     "one rank": partial(play, begun=layout()),
     "two tensors": partial(play, begun=layout(tensors=2)),
@@ -47,6 +66,7 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "tensors of stages": partial(play, begun=layout(tensors=2, stages=2)),
     "shards of tensors": partial(play, begun=layout(tensors=2, shards=2)),
     "a tensor rank killed": partial(play, lost="model-1", begun=layout(tensors=2)),
+    "its agent and a server killed": lose_agent_and_server,
     "resumed without": lambda run: resume_with(run, "actor.layout.tensors=1", begun=layout(tensors=2)),
     "resumed with two": lambda run: resume_with(run, "actor.layout.tensors=2", begun=layout(replicas=2)),
 }
@@ -77,6 +97,20 @@ def test_only_the_lost_rank_of_a_layer_is_replaced(run_of: Callable[[str], Run])
         for each in (run, twin)
     )
     assert ours == theirs
+
+
+def test_a_server_does_not_wait_for_slices_that_were_uploaded_to_an_agent_that_is_gone(
+    run_of: Callable[[str], Run],
+) -> None:
+    run = run_of("its agent and a server killed")
+    joined = run.pids_joined()
+    assert {process for process, pids in joined.items() if len(pids) > 1} == {AGENT, SERVER}, joined
+    fetched = [
+        record.event.duration_s
+        for record in read_events(run.run_dir, process=SERVER)
+        if isinstance(record.event, Span) and record.event.name == "weights_fetch"
+    ]
+    assert fetched and max(fetched) < HOLD_TIMEOUT_S / 2, fetched
 
 
 def test_a_checkpoint_of_slices_has_a_model_folder_with_the_bits_of_the_other(

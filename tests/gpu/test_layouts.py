@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.test_runs import SHORT, train
+from tests.unit.model.tied_model import write_tied_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,10 +26,13 @@ LAYOUTS = {
 }
 
 
-def of_layout(run_dir: Path, *, shards: int = 1, stages: int = 1, tensors: int = 1) -> dict[str, Any]:
+def of_layout(
+    run_dir: Path, *given: str, shards: int = 1, stages: int = 1, tensors: int = 1
+) -> dict[str, Any]:
     return train(
         run_dir,
         *SHORT,
+        *given,
         f"actor.workers={shards * stages * tensors}",
         f"actor.layout.shards={shards}",
         f"actor.layout.stages={stages}",
@@ -48,3 +52,12 @@ def test_a_layout_ends_in_the_weights_of_one_rank(
     layout: dict[str, int], weights_of_one_rank: str, tmp_path: Path
 ) -> None:
     assert of_layout(tmp_path / "run", **layout)["weights_sha256"] == weights_of_one_rank
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stages_with_tied_embeddings_end_in_the_weights_of_one_rank(dtype: str, tmp_path: Path) -> None:
+    write_tied_model(tmp_path / "model")
+    given = ("model.new=null", f"model.path={tmp_path / 'model'}", f"actor.dtype={dtype}")
+    whole = of_layout(tmp_path / "one", *given)
+    cut = of_layout(tmp_path / "two", *given, stages=2)
+    assert cut["weights_sha256"] == whole["weights_sha256"]

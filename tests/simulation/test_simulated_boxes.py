@@ -88,7 +88,7 @@ def test_ranks_go_on_while_each_box_has_one_and_take_the_others_back(lost: tuple
 
 def test_layouts_are_drawn_for_each_seed_and_keep_every_invariant() -> None:
     runner, layouts = Runner(draws_layouts=True), [layout_of(seed) for seed in range(100)]
-    assert {(each.ranks, each.shards) for each in layouts} == set(LAYOUTS)
+    assert {(each.ranks, each.shards, each.stages, each.tensors) for each in layouts} == set(LAYOUTS)
     for seed in range(4):
         outcome = runner.run(seed)
         assert outcome.violations == [], runner.replay_command(seed)

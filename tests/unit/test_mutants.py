@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mutants import Finder, Mutant, code_of, draw, target_files
+from benchmarks.mutants import Finder, Mutant, code_of, draw, lines_of_diff, target_files
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -87,6 +87,14 @@ def test_mutants_that_compile_to_the_same_code_are_drawn_once() -> None:
     codes = {code_of(mutant.apply(source)) for mutant in drawn}
     assert len(codes) == len(drawn) <= num_sites
     assert code_of(source) not in codes
+
+
+def test_only_lines_that_a_diff_adds_or_changes_are_drawn_where_one_is_given() -> None:
+    diff = "--- a/f.py\n+++ b/f.py\n@@ -1 +1,2 @@\n-x\n+a\n+b\n@@ -9,2 +11 @@\n@@ -20,3 +19,0 @@\n"
+    assert lines_of_diff(diff) == {"f.py": {1, 2, 11}}
+    source = b"first = a < b\nsecond = a < b\n"
+    drawn, num_sites = draw({"f.py": source}, count=9, seed=1, lines={"f.py": {2}})
+    assert [mutant.line for mutant in drawn] == [2] * num_sites
 
 
 def test_every_eligible_mutant_of_the_shipped_code_compiles_and_the_draw_depends_on_the_seed_alone() -> None:

@@ -34,6 +34,7 @@ from kintsugi.cluster.backends.ray_protocol import (
     RayNode,
     StartHost,
     Went,
+    group_of,
     write_line,
 )
 from kintsugi.cluster.joining import HostNeeds, versions
@@ -64,7 +65,7 @@ def open_ray(config: Config, *, job: str) -> tuple[RayBackend, dict[str, HostNee
     num_hosts = config.cluster.hosts - 1
     order = RayJob(
         address=ray.address,
-        job=f"kintsugi-{job}",
+        job=group_of(job),
         num_hosts=num_hosts,
         cpus=ray.cpus,
         gpus=ray.gpus,
@@ -230,6 +231,8 @@ class RayBackend:
         self._pause_s = FIRST_PAUSE_S
         self._failure = ""
         """Reason that the driver has told."""
+        self._told = ""
+        """Reason why the last driver ended, as it was written; drivers are started again and again."""
 
     def start(self, orders: Sequence[HostOrder]) -> None:
         for order in orders:
@@ -301,7 +304,9 @@ class RayBackend:
         """Start another one after a pause. Hosts that are there go on meanwhile; those that never came are told."""
         self._start_at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        sys.stderr.write(f"the driver of Ray ended: {why}\n")
+        if why != self._told:
+            self._told = why
+            sys.stderr.write(f"the driver of Ray ended: {why}\n")
         if not self._was_connected:
             waiting, self._waiting = self._waiting, {}
             self._events += [HostWent(host, f"Ray: {why}") for host in waiting]

@@ -126,6 +126,7 @@ class HostActor:
 
     def _watch_lease(self, name: str, leave: Callable[[str], None]) -> None:
         """Body of a thread: waits for the end of the lease; nothing but the end of this process ends it."""
+        told = ""
         while True:
             wait_readable(whom="the driver", what="its next question", timeout_s=LEASE_POLL_S)
             try:
@@ -133,7 +134,9 @@ class HostActor:
                 if self.lease_is_over() and (supervisor is None or not _runs(supervisor)):
                     leave(name)
             except Exception as error:  # noqa: BLE001 - Ray raises errors of any type; it is tried again.
-                sys.stderr.write(f"{name} can not be given back: {error}\n")
+                if str(error) != told:
+                    told = str(error)
+                    sys.stderr.write(f"{name} can not be given back: {told}\n")
 
 
 def _runs(supervisor: tuple[int, int]) -> bool:

@@ -28,13 +28,18 @@ _NONCE = bytes(12)
 """Each sealed ticket has a key of its own, so its nonce never repeats."""
 
 
+def group_of(job: str) -> str:
+    """Return the name of a run in Ray: that of its placement group, and the namespace of its actors."""
+    return f"kintsugi-{job}"
+
+
 class RayJob(msgspec.Struct, frozen=True):
     """Everything that a driver has to know of its run, in its first argument; holds no secret."""
 
     address: str
     """Address of the cluster; empty: Ray's own default."""
     job: str
-    """Name of the run in Ray: namespace of its actors, and name of its placement group."""
+    """Name of the run in Ray (`group_of`)."""
     num_hosts: int = 0
     cpus: int = 0
     gpus: int = 0

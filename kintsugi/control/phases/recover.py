@@ -455,7 +455,7 @@ class RecoveryCoordinator:
 
     def _sources(self, rank: str) -> tuple[str, ...]:
         """Return the places where a rank may find its state: snapshots of its host (its own first, then of ranks with
-        the same part of the state), agents of other hosts, the checkpoint."""
+        the same part of the state), the agent of this host and those of others, the checkpoint."""
         members, mesh = self._decision.state.members, mesh_of(self._config.actor.layout)
         host, seat = members.members[rank].host, seat_of(rank, mesh)
         here = [
@@ -465,9 +465,8 @@ class RecoveryCoordinator:
             if seat_of(name, mesh) == seat
         ]
         snapshots = [f"snapshot:{name}" for name in (rank, *sorted(here))]
-        # Where a rank with this box ran on another host, the copy is with the agent of this one.
-        is_cut = not seat.is_whole
-        keepers = [n for n in members.live(Role.AGENT) if is_cut or members.members[n].host != host]
+        # Where a rank with this box ran on another host, its copy may be with the agent of this one.
+        keepers = sorted(members.live(Role.AGENT), key=lambda agent: members.members[agent].host != host)
         state = self._decision.state
         path = state.checkpoint_paths.get(state.step) or self.restore_paths.get(state.step)
         return (*snapshots, *keepers, *([path] if path is not None else []))

@@ -53,6 +53,8 @@ from kintsugi.runtime.waits import wait
 
 READY_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 15.0
+REACH_TIMEOUT_S = 300.0
+"""Time for a host on another machine to be there, from the start of its run."""
 HOLD_LEASE_S = 120.0
 """Lease of the undo entry that resumes a held master if the laboratory dies meanwhile."""
 SIGNALS: dict[Ability, type[KillSignal | StopSignal | LostHost]] = {
@@ -226,7 +228,14 @@ class Injector:
                 f"{', '.join(sorted(ability.value for ability in SIGNALS))}"
             )
         is_whole = injection.ability is Ability.HOST_LOSS
-        remote.connect(remote.host_of(injection.target))
+        target = remote.host_of(injection.target)
+        # Before the trigger: to connect may take longer than the steps until then.
+        self._watch.until(
+            lambda: remote.connect(target) or not self._run.running,
+            what=f"a connection to {target}",
+            timeout_s=REACH_TIMEOUT_S,
+            pause_s=0.5,
+        )
         while True:
             trigger.until_holds()
             trigger.pause()

@@ -154,10 +154,15 @@ class LoadedExperiment(msgspec.Struct, frozen=True):
 
 
 def placed_elsewhere(
-    loaded: LoadedExperiment, profile: Profile, *, on: str, place: Callable[[Resolved], Resolved]
+    loaded: LoadedExperiment,
+    profile: Profile,
+    *,
+    on: str,
+    place: Callable[[Resolved], Resolved],
+    overrides: Sequence[str] = (),
 ) -> LoadedExperiment:
     """Return an experiment whose run is on other machines; UserError for one that changes this machine. `place` derives
-    the hosts from `cluster.on`."""
+    the hosts from `cluster.on`; `overrides` are fields of `cluster`."""
     experiment = loaded.experiment
     why = ""
     if profile is not Profile.OURS:
@@ -170,11 +175,11 @@ def placed_elsewhere(
         why = f"{other[0]} is done to a process of this machine; elsewhere there are {', '.join(sorted(ANYWHERE))}"
     if why:
         raise UserError(f"{experiment.name}: --on {on}: {why}")
-    cluster = msgspec.structs.replace(loaded.config.cluster, on=on)
-    config = msgspec.structs.replace(loaded.config, cluster=cluster)
-    return msgspec.structs.replace(
-        loaded, resolved=place(msgspec.structs.replace(loaded.resolved, config=config))
+    workload = experiment.workload
+    resolved = load(
+        loaded.path.parent / workload.recipe, [*_overrides(workload.set), *overrides, f"cluster.on={on}"]
     )
+    return msgspec.structs.replace(loaded, resolved=place(resolved))
 
 
 def experiments_folder() -> Path:

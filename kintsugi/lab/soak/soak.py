@@ -88,6 +88,7 @@ class Soak:
         self._cold = cold
         # What is on other machines ends only when the launcher was away for `cluster.away_s`: no full restart to time.
         self._num_restarts = 0 if is_away else num_restarts
+        self._start_s = START_TIMEOUT_S + (config.cluster.start_timeout_s if is_away else 0.0)
         self._output = output
         self._say = say
         self._plan = FaultPlan(random_stream(seed, "faults"), roles=roles, phases=phases, abilities=abilities)
@@ -156,7 +157,7 @@ class Soak:
         why: str | None = None
         try:
             run.start()
-            sequence.until(lambda: watch.step > 0, what="the first step", timeout_s=START_TIMEOUT_S)
+            sequence.until(lambda: watch.step > 0, what="the first step", timeout_s=self._start_s)
             while not self._full(incidents) and sequence.has_room:
                 incident = sequence.inject(self._plan.draw())
                 if incident is None:
@@ -242,7 +243,7 @@ class Soak:
         watch.until(
             lambda: not run.running,
             what="the end of the run",
-            timeout_s=START_TIMEOUT_S + STEP_TIMEOUT_S * remaining,
+            timeout_s=self._start_s + STEP_TIMEOUT_S * remaining,
             pause_s=0.05,
         )
         self._processes_left += len(run.pids())

@@ -1,6 +1,11 @@
-"""Hosts of a run on other machines, as the laboratory reaches them: over ssh, or by a job step of Slurm.
+"""Hosts of a run on other machines, as the laboratory reaches them.
 
-The connection to a host is made once (`remote_signals.py` runs at its other end), so that a fault takes milliseconds.
+    ssh, srun ──────────────────────────────► kintsugi host-signals, on the host (`remote_signals.py`)
+    pod_signals.py ── API of Kubernetes ────► the same, in the pod
+    ray_signals.py ── Ray ──────────────────► the same orders, to an actor on the node
+
+The connection to a host is made once, so that a fault takes milliseconds. Nothing of it goes through the run, which
+carries no order to signal its own processes.
 """
 
 from __future__ import annotations
@@ -18,47 +23,45 @@ from kintsugi.cluster.backends.slurm import job_of, read_allocation, step_comman
 from kintsugi.cluster.backends.ssh import other_machines, ssh_command
 from kintsugi.cluster.host_supervisor import default_scratch
 from kintsugi.config.schema import Config
-from kintsugi.errors import UserError
-from kintsugi.lab.testbed.remote_signals import Signalled, SignalOrder
+from kintsugi.errors import UserError, WorldError
+from kintsugi.lab.testbed.remote_signals import ANSWER_BEGINS, PROGRAM, Signalled, SignalOrder
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.process_reports import read_processes
 from kintsugi.types import Role
 
 HERE = "host-0"
 ANSWER_S = 15.0
-"""Time for a host to carry out an order; the first one has to connect."""
+"""Time for a host to carry out an order."""
+CONNECT_S = 150.0
+"""Time for the first answer of a host: over ssh a second or two; on Ray, interpreters are started on both sides, which
+takes a minute where forty processes share two cores."""
 CLOSE_S = 3.0
 _NUMBERED = frozenset({Role.AGENT.value, Role.SUPERVISOR.value})
 """Roles of which the process N is on host N."""
-PROGRAM = ("-P", "-m", "kintsugi.lab.testbed.remote_signals")
+POD_PROGRAM = ("-P", "-m", "kintsugi.lab.testbed.pod_signals")
+RAY_PROGRAM = ("-P", "-m", "kintsugi.lab.testbed.ray_signals")
+
+
+def check_reach(config: Config) -> None:
+    """Raise UserError or WorldError if the laboratory can not signal processes of these hosts; before a run starts."""
+    commands_of(config)
+    if config.cluster.on == "k8s":
+        from kintsugi.lab.testbed.pod_signals import check_laboratory_rights
+
+        check_laboratory_rights(config.cluster.kubernetes.namespace)
 
 
 def commands_of(config: Config) -> dict[str, list[str]]:
-    """Return host → the command that runs `remote_signals` there; UserError for an engine where none can be run."""
+    """Return host → the command that takes orders for it on standard input. UserError outside of an allocation."""
     match config.cluster.on:
-        case "ray" | "k8s":
-            raise UserError(
-                f"--on: expected a hosts file, or `slurm` inside of an allocation, got {config.cluster.on}: the "
-                "laboratory has no way to signal processes there"
-            )
+        case "ray":
+            address = config.cluster.ray.address
+            return _per_host(config, [sys.executable, *RAY_PROGRAM], address)
+        case "k8s":
+            namespace = config.cluster.kubernetes.namespace
+            return _per_host(config, [sys.executable, *POD_PROGRAM], namespace)
         case "slurm":
-            if not job_of(os.environ):
-                raise UserError(
-                    "--on slurm: expected an allocation, as `salloc -N 3 --no-kill kintsugi soak …` makes one"
-                )
-            allocation = read_allocation(os.environ)
-            scratch = config.cluster.slurm.scratch or str(default_scratch())
-            return {
-                host: step_command(
-                    allocation.job,
-                    node.name,
-                    host="kintsugi-lab",
-                    command=[sys.executable, *PROGRAM, host, scratch],
-                )
-                for host, node in (
-                    (f"host-{number}", node) for number, node in enumerate(allocation.others, 1)
-                )
-            }
+            return _in_allocation(config)
     return {
         f"host-{number}": ssh_command(
             host,
@@ -73,6 +76,30 @@ def commands_of(config: Config) -> dict[str, list[str]]:
     }
 
 
+def _per_host(config: Config, program: list[str], where: str) -> dict[str, list[str]]:
+    """Return the commands of an engine that is asked from this machine."""
+    hosts = [f"host-{number}" for number in range(1, config.cluster.hosts)]
+    return {host: [*program, host, where] for host in hosts}
+
+
+def _in_allocation(config: Config) -> dict[str, list[str]]:
+    if not job_of(os.environ):
+        raise UserError(
+            "--on slurm: expected an allocation, as `salloc -N 3 --no-kill kintsugi soak …` makes one"
+        )
+    allocation = read_allocation(os.environ)
+    scratch = config.cluster.slurm.scratch or str(default_scratch())
+    return {
+        host: step_command(
+            allocation.job,
+            node.name,
+            host="kintsugi-lab",
+            command=[sys.executable, *PROGRAM, host, scratch],
+        )
+        for host, node in ((f"host-{number}", node) for number, node in enumerate(allocation.others, 1))
+    }
+
+
 class RemoteHosts:
     """The hosts of one run. `close` ends the connections, and nothing of the run."""
 
@@ -80,6 +107,8 @@ class RemoteHosts:
         self._commands = commands_of(config)
         self._run_dir = run_dir
         self._connections: dict[str, Conversation] = {}
+        self._reached: set[str] = set()
+        """Hosts that have answered, and were not lost by a fault since then."""
 
     def host_of(self, process: str) -> str:
         """Return the host of a process, as the master knows it; `HERE` for one that it does not know."""
@@ -104,24 +133,41 @@ class RemoteHosts:
     ) -> frozenset[str]:
         """Signal processes of a host, or with `is_whole` its supervisor and all below it; return those of `pids` that
         got it: none if the host does not answer."""
-        return self._ask(host, SignalOrder(self._job(), int(number), dict(pids), is_whole=is_whole))
+        order = SignalOrder(self._job(), int(number), dict(pids), is_whole=is_whole)
+        signalled = self._ask(host, order)
+        if is_whole:
+            self._reached.discard(host)
+        return frozenset(signalled.hit)
 
-    def connect(self, host: str) -> None:
-        """Connect to a host, which takes a second or two; a fault may come while the master is held."""
-        self._ask(host, SignalOrder("", 0))
+    def connect(self, host: str) -> bool:
+        """Connect to a host, which takes a while; a fault may come while the master is held. False if it is not there
+        yet, or does not answer; WorldError if no fault can be injected there."""
+        connection = self._connections.get(host)
+        if host in self._reached and connection is not None and not connection.has_ended:
+            return True
+        is_reached = self._ask(host, SignalOrder(self._job(), 0), timeout_s=CONNECT_S).is_reached
+        if is_reached:
+            self._reached.add(host)
+        return is_reached
 
-    def _ask(self, host: str, order: SignalOrder) -> frozenset[str]:
+    def _ask(self, host: str, order: SignalOrder, *, timeout_s: float = ANSWER_S) -> Signalled:
         connection = self._connections.get(host)
         if connection is None or connection.has_ended:
             if connection is not None:
                 connection.close(timeout_s=CLOSE_S)
             connection = self._connections[host] = Conversation(self._commands[host])
         connection.say(msgspec.json.encode(order))
-        answer = connection.hear(begin=b"{", timeout_s=ANSWER_S)
+        answer = connection.hear(begin=ANSWER_BEGINS, timeout_s=timeout_s)
         if answer is None:
             connection.end()  # The next order connects again.
-            return frozenset()
-        return frozenset(msgspec.json.decode(answer, type=Signalled).hit)
+            self._reached.discard(host)
+            return Signalled((), is_reached=False)
+        signalled = msgspec.json.decode(answer, type=Signalled)
+        if not signalled.is_reached:
+            self._reached.discard(host)
+        if signalled.why:
+            raise WorldError(f"{host}: {signalled.why}")
+        return signalled
 
     def _job(self) -> str:
         """Return the session of the run, as its host manager has recorded it."""

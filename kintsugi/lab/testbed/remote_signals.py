@@ -1,6 +1,6 @@
-"""Signals processes of a run on this host, as the laboratory asks. Runs on a host of another machine, over ssh or srun.
+"""Signals processes of a run on one of its hosts, as the laboratory asks.
 
-    python -m kintsugi.lab.testbed.remote_signals HOST SCRATCH
+    kintsugi host-signals HOST SCRATCH          on the host itself: over ssh, by srun, or in the pod
 
 The loop consumes one order per line of standard input, answers each with a line, waits for the next, and ends with its
 input. Only what a supervisor of this host and run has started is signalled, and the supervisor itself.
@@ -16,8 +16,12 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from kintsugi.cluster.host_supervisor import RECORD, ScratchRecord, own_machine
+from kintsugi.cluster.host_supervisor import RECORD, ScratchRecord, default_scratch, own_machine
 from kintsugi.runtime.proc import process_start_time
+
+PROGRAM = ("-P", "-m", "kintsugi", "host-signals")
+"""Arguments of an interpreter that runs this; host and scratch folder follow."""
+ANSWER_BEGINS = b"{"
 
 
 class SignalOrder(msgspec.Struct, frozen=True):
@@ -35,6 +39,23 @@ class Signalled(msgspec.Struct, frozen=True):
 
     hit: tuple[str, ...]
     """Processes that got the signal."""
+    is_reached: bool = True
+    """The program on the host has answered."""
+    why: str = ""
+    """Why no order can be carried out on this host, now or later; empty if one may be."""
+
+
+class HostSignals:
+    """Carries out orders on one host; on a node of Ray it is an actor."""
+
+    def __init__(self, host: str, scratch: Path | None = None) -> None:
+        """`scratch` is the folder of the supervisors; None: the usual one of this user."""
+        self._host, self._scratch = host, scratch or default_scratch()
+
+    def answer(self, line: bytes) -> bytes:
+        """Carry out the order of a line; return the line of the answer."""
+        order = msgspec.json.decode(line, type=SignalOrder)
+        return msgspec.json.encode(carry_out(order, host=self._host, scratch=self._scratch))
 
 
 def carry_out(order: SignalOrder, *, host: str, scratch: Path) -> Signalled:
@@ -69,15 +90,9 @@ def _send(number: int, processes: Iterable[psutil.Process]) -> None:
             process.send_signal(number)
 
 
-def main(arguments: list[str]) -> int:
-    """Body of the process."""
-    host, scratch = arguments
-    for line in sys.stdin:
-        answer = carry_out(msgspec.json.decode(line, type=SignalOrder), host=host, scratch=Path(scratch))
-        sys.stdout.write(f"{msgspec.json.encode(answer).decode()}\n")
+def serve(host: str, scratch: Path) -> None:
+    """Answer orders until the end of standard input."""
+    signals = HostSignals(host, scratch)
+    for line in sys.stdin.buffer:
+        sys.stdout.write(f"{signals.answer(line).decode()}\n")
         sys.stdout.flush()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -15,6 +15,7 @@ from kintsugi.cluster.backends.kubernetes import manifests
 from kintsugi.cluster.backends.kubernetes.access import Access, read_kubeconfig
 from kintsugi.cluster.backends.kubernetes.client import ApiError, Changed, Client
 from kintsugi.cluster.backends.kubernetes.manifests import Deployment, Workload
+from kintsugi.cluster.backends.kubernetes.pod_command import PodCommand
 from kintsugi.config.schema import KubernetesSection
 
 CORE = "/api/v1/namespaces/runs"
@@ -67,6 +68,7 @@ async def _script(access: Callable[[str], Access]) -> list[Any]:
         said.append(made["status"]["phase"])
         await ask("POST", f"{CORE}/pods", pod)
         await ask("PATCH", f"{CORE}/pods/script-pod", {"metadata": {"annotations": {"a": "b"}}})
+        said += [await _execute(client, "script-pod"), await _execute(client, "none")]
         found, _ = await client.list(f"{CORE}/pods", selector=RUN.selector)
         said.append([each["metadata"]["name"] for each in found])
         others, _ = await client.list(f"{CORE}/pods", selector="kintsugi/run=other")
@@ -81,9 +83,19 @@ async def _script(access: Callable[[str], Access]) -> list[Any]:
         said.append(await _changes(client, since))
         for user in ("nothing", "wrong"):
             async with Client(access(user)) as other:
+                said.append(await _execute(other, "script-pod"))
                 await ask("GET", f"{CORE}/pods", of=other)
                 await ask("POST", f"{CORE}/secrets", secret, of=other)
     return said
+
+
+async def _execute(client: Client, pod: str) -> list[Any]:
+    """Status with which a command in a pod without a node is refused."""
+    try:
+        async with PodCommand(client, f"{CORE}/pods/{pod}", container="agent", command=["true"]):
+            return ["exec", pod, "started"]
+    except ApiError as error:
+        return ["exec", pod, error.status]
 
 
 async def _changes(client: Client, since: str) -> list[Any]:

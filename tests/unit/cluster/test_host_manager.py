@@ -15,6 +15,7 @@ from kintsugi.cluster.backends.contract import HostEvent, HostOrder
 from kintsugi.cluster.handover import PROGRAMS
 from kintsugi.cluster.host_manager import (
     SILENT_S,
+    STEADY_S,
     HostManager,
     HostPhase,
     HostRecord,
@@ -22,12 +23,13 @@ from kintsugi.cluster.host_manager import (
     encode_report,
     kept_hosts,
 )
-from kintsugi.cluster.host_manager_process import HostFailed, ManagerHandover
+from kintsugi.cluster.host_manager_process import HOST_MANAGER, HostFailed, ManagerHandover
 from kintsugi.cluster.joining import HostNeeds, versions
 from kintsugi.config.schema import ClusterSection, Config
 from kintsugi.errors import ConfigError
 from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.run_folder.layout import RunFolder
+from kintsugi.telemetry.events import Alert, read_events
 from kintsugi.transport import new_key_pair
 from kintsugi.types import Peer, Role
 
@@ -154,6 +156,33 @@ def test_hosts_are_not_lost_because_the_host_manager_itself_did_not_run(managers
         clock.now += 0.5
         manager._check(clock.now)
     assert phases(managers) == {HostPhase.LOST}, "they are lost by a silence in which it runs"
+    managers.end()
+    manager.run()
+
+
+def test_a_host_that_never_stays_is_ordered_with_growing_pauses_and_named(managers: Managers) -> None:
+    managers.keep(ready("host-1"), HostRecord("host-2", HostPhase.ENDED, 1))
+    manager, clock = HostManager(managers.handover, clock=managers.clock), managers.clock
+    assert manager._adopt(clock.now)
+    record = manager._records["host-1"]
+
+    def lose_after(ready_s: float) -> float:
+        """Lose the host when it was ready for so long; return the pause before it is ordered again."""
+        record.phase, manager._since["host-1"] = HostPhase.READY, clock.now
+        clock.now += ready_s
+        manager._checked_at = clock.now
+        manager._lose(record, "its supervisor has ended")
+        before, lost_at = len(managers.engine.ordered), clock.now
+        while len(managers.engine.ordered) == before:
+            clock.now += 0.5
+            manager._check(clock.now)
+        return clock.now - lost_at
+
+    assert [lose_after(1.0) for _ in range(7)] == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert lose_after(STEADY_S) == 2.0, "one that was ready for a while is none in a row"
+    events = [each.event for each in read_events(managers.run_dir, process=HOST_MANAGER)]
+    told = [event.message for event in events if isinstance(event, Alert) and "in a row" in event.message]
+    assert len(told) == 5 and "lost 3 times in a row" in told[0] and "again after 60 s" in told[-1]
     managers.end()
     manager.run()
 

@@ -37,12 +37,13 @@ from kintsugi.cluster.backends.kubernetes.manifests import (
     rights,
 )
 from kintsugi.cluster.backends.kubernetes.opening import planned_objects
-from kintsugi.cluster.backends.kubernetes.pods import PodTracker
+from kintsugi.cluster.backends.kubernetes.pods import AVOID_S, UNPLACED_S, UNTAKEN_S, PodTracker
 from kintsugi.cluster.host_manager import DOUBTED_SILENT_S, HostDecision, HostPhase, HostRecord, decide
 from kintsugi.cluster.joining import Ticket
 from kintsugi.cluster.ticket_file import STALE_S, supervise_with_file
 from kintsugi.config.schema import ClusterSection, Config, KubernetesSection
 from kintsugi.errors import ConfigError, UserError, WorldError
+from kintsugi.lab.testbed.pod_signals import RIGHTS
 from kintsugi.types import Peer
 from tests.cluster.kubernetes_server import KubernetesServer
 
@@ -171,6 +172,89 @@ def test_a_pod_without_a_node_is_given_up_with_the_words_of_the_scheduler() -> N
     assert event == HostWent(
         "host-1", "no node takes its pod: 0/3 nodes are available: 3 Insufficient gpu. (for 30 s)"
     )
+
+
+def test_a_node_whose_host_was_lost_before_its_engine_knew_takes_no_pod_for_a_while() -> None:
+    pods = tracker()
+    pods.see(running(), deleted=False, now=1.0)
+    assert [each.uid for each in pods.order("host-1", now=10.0)] == ["u1"], (
+        "the API still shows it as running"
+    )
+    assert pods.avoided("host-1") == ("h1",)
+    pods.order("host-2", now=20.0)
+    assert pods.avoided("host-2") == ("h1",), "the pods of other hosts are not put there either"
+    pods.order("host-2", now=11.0 + AVOID_S)
+    assert pods.avoided("host-2") == ()
+
+
+def test_a_node_whose_pod_has_ended_may_take_the_next_one() -> None:
+    pods = tracker()
+    pods.see(running(), deleted=False, now=1.0)
+    assert len(pods.see(ended(137), deleted=False, now=2.0)) == 1
+    pods.order("host-1", now=3.0)
+    assert pods.avoided("host-1") == ()
+
+
+def test_a_node_that_is_avoided_takes_the_pod_when_no_other_does() -> None:
+    pods = tracker()
+    pods.see(running(), deleted=False, now=1.0)
+    pods.order("host-1", now=10.0)
+    assert pods.avoided("host-1") == ("h1",)
+    unplaced = pod(uid="u2", created="2026-11-18T10:00:10Z")
+    unplaced["spec"] = {}
+    assert pods.see(unplaced, deleted=False, now=11.0) == []
+    (event,) = pods.check(now=10.5 + UNPLACED_S)
+    assert event == HostWent("host-1", f"no node takes its pod without h1 (for {UNPLACED_S:g} s)")
+    pods.order("host-1", now=22.0)
+    assert pods.avoided("host-1") == ()
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_replaced_pod_that_its_node_does_not_see_is_given_up(started: bool) -> None:
+    pods = tracker()
+    pods.see(running(), deleted=False, now=1.0)
+    pods.see(ended(137), deleted=False, now=2.0)
+    pods.order("host-1", now=10.0)
+    seen: dict[str, Any] = {"startTime": "2026-11-18T10:00:11Z"} if started else {}
+    pods.see(pod(uid="u2", created="2026-11-18T10:00:10Z", **seen), deleted=False, now=11.0)
+    told = pods.check(now=10.5 + UNTAKEN_S)
+    why = f"node h1 has not seen its pod (for {UNTAKEN_S:g} s)"
+    assert told == ([] if started else [HostWent("host-1", why)])
+    if not started:
+        pods.order("host-1", now=23.0)
+        assert pods.avoided("host-1") == ("h1",)
+
+
+def test_the_first_pod_of_a_host_is_waited_for_on_a_slow_node() -> None:
+    pods = tracker()
+    pods.see(pod(), deleted=False, now=1.0)
+    assert pods.check(now=5.0 + UNTAKEN_S) == []
+
+
+def test_nodes_are_avoided_in_each_term_of_the_users_affinity() -> None:
+    zones = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}
+    affinity = {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [zones, {"matchFields": []}]
+            }
+        }
+    }
+    deployment = Deployment(
+        job="run1",
+        hosts=HOSTS,
+        settings=KubernetesSection(image="x"),
+        namespace="runs",
+        workload=Workload.PODS,
+        template={"spec": {"affinity": affinity}},
+    )
+    made = manifests.pod(deployment, "host-1", name="p", owner_uid="u", avoided=("h1", "h2"))["spec"][
+        "affinity"
+    ]
+    assert "podAntiAffinity" in made
+    terms = made["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    others = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in ("h1", "h2")]
+    assert terms == [{**zones, "matchFields": others}, {"matchFields": others}]
 
 
 def test_a_pod_on_a_node_that_is_silent_is_doubted_and_not_lost() -> None:
@@ -352,8 +436,11 @@ def test_manifest_prints_what_would_be_created() -> None:
         planned_objects(Config(name="x", cluster=ClusterSection(on="k8s")))
 
 
-def test_the_role_that_is_shipped_has_the_rights_that_are_needed_and_no_other() -> None:
-    role = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "role.yaml").read_text())
+@pytest.mark.parametrize("name", ["role", "laboratory"])
+def test_a_role_that_is_shipped_has_the_rights_that_are_needed_and_no_other(name: str) -> None:
+    role = yaml.safe_load((ROOT / "deploy" / "kubernetes" / f"{name}.yaml").read_text())
+    of_a_run = [right for workload in Workload for right in rights(workload)]
+    needed = {"role": of_a_run, "laboratory": [*RIGHTS]}[name]
     given = {
         (group, resource, verb)
         for rule in role["rules"]
@@ -365,7 +452,7 @@ def test_the_role_that_is_shipped_has_the_rights_that_are_needed_and_no_other() 
     def triples(right: Right) -> set[tuple[str, str, str]]:
         return {(right.group, right.resource, verb) for verb in right.verbs}
 
-    assert given == {each for workload in Workload for right in rights(workload) for each in triples(right)}
+    assert given == {each for right in needed for each in triples(right)}
 
 
 # Access.

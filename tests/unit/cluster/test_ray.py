@@ -251,13 +251,17 @@ def test_a_node_leaves_when_no_driver_asks_any_more_and_its_supervisor_has_ended
     assert set(left) == {"host-2"}
 
 
-def test_a_node_is_given_back_when_ray_answers_again() -> None:
+def test_a_node_is_given_back_when_ray_answers_again_and_the_reason_is_told_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     def leave(name: str) -> None:
         asked.append(name)
-        if len(asked) == 1:
+        if len(asked) < 3:
             raise RuntimeError("the head of the cluster does not answer")
 
+    monkeypatch.setattr("kintsugi.cluster.backends.ray_actor.LEASE_POLL_S", 0.05)
     HostActor(name="host-2", lease_s=0.0, supervisor=None, leave=leave)
-    until(lambda: len(asked) > 1, "its second attempt", timeout_s=20.0)
+    until(lambda: len(asked) > 2, "its third attempt", timeout_s=20.0)
+    assert capfd.readouterr().err.count("host-2 can not be given back") == 1

@@ -28,6 +28,7 @@ from kintsugi.weights.delta_choice import DeltaChoice
 from kintsugi.weights.fetch import Fetched, Fetcher
 from kintsugi.weights.publish import Publisher
 from kintsugi.weights.selection import join
+from kintsugi.weights.transports import relay
 from kintsugi.weights.transports.relay import RelayTransport
 from kintsugi.weights.transports.shared_memory import reopened
 from kintsugi.weights.transports.stream import StreamFetch
@@ -75,18 +76,21 @@ class Hosts:
         """Processes that do not answer."""
         for index in range(num_hosts):
             name = f"agent-{index}"
-            loop = self.loops[name] = Loop()
             self.segments[name] = MemorySegments()
-            calls: Any = _Calls(loop, self._caller(name))
-            self.holders[name] = WeightHolder(
-                calls,
-                made.add(name),
-                calls,
-                process=name,
-                segments=self.segments[name],
-                emit=self.said.append,
-                choice=choice(),
-            )
+            self._add_holder(name, choice=choice)
+
+    def _add_holder(self, name: str, *, choice: type[DeltaChoice] = DeltaChoice) -> None:
+        loop = self.loops[name] = Loop()
+        calls: Any = _Calls(loop, self._caller(name))
+        self.holders[name] = WeightHolder(
+            calls,
+            self.made.add(name),
+            calls,
+            process=name,
+            segments=self.segments[name],
+            emit=self.said.append,
+            choice=choice(),
+        )
 
     def call(self, sender: str, process: str, body: Body) -> Reply:
         """Send a request and wait for its answer, in a background thread."""
@@ -168,6 +172,16 @@ class Hosts:
     def kill_agent(self, name: str) -> None:
         self.silent.add(name)
         self.made.endpoints[name].close()
+
+    def replace_agent(self, name: str) -> None:
+        """Kill an agent; its successor begins with empty memory."""
+        self.kill_agent(name)
+        self.holders[name].close()
+        for segment in tuple(self.segments[name].descriptors):
+            self.segments[name].remove(segment)
+        self._add_holder(name)
+        self.holders[name].succeed()
+        self.silent.discard(name)
 
     def close(self) -> None:
         self.is_over = True
@@ -354,6 +368,53 @@ def test_a_rank_whose_upload_does_not_come_is_named_and_asked_itself(
     assert not any("from model-0" in message or "from model-2" in message for message in messages)
     for delivery in late:  # The rank waits for the answers of its uploads.
         hosts.loops[META].reply(delivery, Ok())
+
+
+def test_the_successor_of_a_killed_meta_server_fetches_what_was_uploaded_before_it(hosts: Hosts) -> None:
+    published = published_shares(hosts, META, "agent-1", chain=("agent-1",))
+    hosts.fetch(published, ("server-0", META))["server-0"].release()
+    hosts.replace_agent(META)
+    found = hosts.fetch(published, ("server-1", META), ("server-2", "agent-1"))
+    for fetched in found.values():
+        assert fetched.failures == (), "the agents have it, no server goes to the ranks"
+        assert_same(fetched, weights())
+
+
+def test_a_meta_server_killed_during_an_upload_is_followed_by_one_that_fetches_the_rest(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "UPLOAD_BYTES", 2000)
+    handled: list[Any] = []
+    real = hosts.holders[META].handle
+
+    def takes_one(delivery: Any) -> None:
+        handled.append(delivery)
+        if len(handled) == 1:
+            real(delivery)
+
+    monkeypatch.setattr(hosts.holders[META], "handle", takes_one)
+    published = published_shares(hosts, META, "agent-1")
+    hosts.pump(lambda: len(handled) > 2)
+    hosts.replace_agent(META)
+    fetched = hosts.fetch(published, ("server-0", META))["server-0"]
+    assert fetched.failures == ()
+    assert_same(fetched, weights())
+
+
+def test_what_is_announced_to_a_successor_while_it_fetches_it_is_fetched_once(hosts: Hosts) -> None:
+    published = published_shares(hosts, META, "agent-1")
+    hosts.fetch(published, ("server-0", META))["server-0"].release()
+    hosts.replace_agent(META)
+    before = bytes_fetched()
+    holder, loop, source = hosts.holders[META], hosts.loops[META], published.sources[0]
+    assert isinstance(source, StreamSource)
+    delivery = loop.delivery("server-0", HoldWeights(published.manifest, source, is_awaited=True))
+    holder.handle(delivery)
+    pieces = dict(hosts.ranks["model-1"]._versions[3].pieces)
+    offer = hosts.ranks["model-1"]._versions[3].offer
+    assert upload(hosts, "model-1", UploadWeights(3, published.manifest.size, pieces, offer)) == Ok()
+    loop.until_answered(delivery.envelope.sequence)
+    assert bytes_fetched() - before == SIZE
 
 
 def test_a_piece_that_was_damaged_at_the_meta_server_is_fetched_from_its_rank(hosts: Hosts) -> None:

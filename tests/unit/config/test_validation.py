@@ -17,6 +17,7 @@ from kintsugi.errors import UserError
 from kintsugi.model.architecture import num_parameters, parameter_shapes
 from kintsugi.model.plan import new_model_config, plan_model
 from kintsugi.model.tokenizer import character_tokenizer
+from tests.unit.model.tied_model import write_tied_model
 
 RECIPES = Path(__file__).parents[3] / "kintsugi" / "recipes"
 
@@ -471,6 +472,19 @@ def test_what_pipeline_stages_do_not_allow_is_refused_by_name(
     overrides: tuple[str, ...], parts: list[str]
 ) -> None:
     message = refusal("actor.workers=2", "actor.layout.stages=2", *overrides)
+    assert all(part in message for part in parts), message
+
+
+def test_stages_of_a_tied_model_are_valid_but_not_for_a_critic_that_would_begin_with_rounded_weights(
+    tmp_path: Path,
+) -> None:
+    write_tied_model(tmp_path)
+    given = ("actor.workers=2", "actor.layout.stages=2", "model.new=null", f"model.path={tmp_path}")
+    validate(resolved(*given, "actor.dtype=bfloat16"))
+    ppo = (*given, "algorithm.name=ppo")
+    validate(resolved(*ppo, "actor.dtype=float32"))
+    message = refusal(*ppo, "actor.dtype=bfloat16")
+    parts = ["`actor.layout.stages`", "1 with tied embeddings, or a `critic.path`", "got bfloat16"]
     assert all(part in message for part in parts), message
 
 

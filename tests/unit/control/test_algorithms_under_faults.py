@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kintsugi.config.schema import AlgorithmSection, Config
+from kintsugi.config.schema import ActorSection, AlgorithmSection, Config, LayoutSection
 from kintsugi.control.phases.table import Phase
 from kintsugi.control.protocol import RecordStep, Tell
 from kintsugi.journal.facts import (
@@ -234,6 +234,17 @@ def test_the_ranks_share_the_held_out_pairs_and_their_verdicts_make_one_accuracy
     evaluations = [fact for fact in driven.facts if isinstance(fact, EvaluationDone)]
     assert [fact.step for fact in evaluations] == [0, 2]
     assert {fact.metrics["eval/problems"] for fact in evaluations} == {3.0}
+
+
+def test_of_ranks_that_rank_the_same_pairs_together_one_answer_counts() -> None:
+    cut = ActorSection(workers=4, logical_shards=2, layout=LayoutSection(stages=2, tensors=2))
+    driven = Driven(msgspec.structs.replace(CONFIGS["reward_model"], actor=cut), num_eval_rows=3)
+    driven.begin()
+    driven.until(Phase.EVALUATING)
+    assert [request.body for request in driven.asked(EvaluatePairs)] == [EvaluatePairs(0, 0, 3)] * 4
+    driven.until(lambda: any(isinstance(fact, EvaluationDone) for fact in driven.facts))
+    evaluated = next(fact for fact in driven.facts if isinstance(fact, EvaluationDone))
+    assert evaluated.metrics["eval/problems"] == 3.0
 
 
 def test_a_rank_that_is_lost_while_it_ranks_pairs_is_mended_and_all_are_asked_again() -> None:

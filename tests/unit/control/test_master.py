@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from kintsugi.config.schema import ClusterSection
+from kintsugi.config.schema import ActorSection, ClusterSection, LayoutSection
 from kintsugi.control.master import FAULT_GRACE_S
 from kintsugi.control.phases.save import MOST_REFUSALS, RETRY_S
 from kintsugi.control.phases.table import Phase
@@ -400,6 +400,16 @@ def test_processes_that_never_come_end_the_run_by_name(driven: Driven) -> None:
     fault = ended(driven).fault
     assert fault is not None and fault.kind == "StartFailed"
     assert "manager-0" not in fault.message and "model-0" in fault.message and "server-1" in fault.message
+
+
+def test_the_ranks_of_the_first_model_each_publish_their_part_of_it() -> None:
+    cut = ActorSection(workers=4, logical_shards=2, layout=LayoutSection(stages=2))
+    driven = Driven(msgspec.structs.replace(CONFIG, actor=cut))
+    driven.begin()
+    driven.until(lambda: bool(driven.asked(Publish)))
+    orders = {request.to: request.body for request in driven.asked(Publish)}
+    shares = {rank: order.share for rank, order in orders.items() if isinstance(order, Publish)}
+    assert shares == {"model-0": (0, 2), "model-1": (1, 2)}
 
 
 def test_a_rank_that_can_not_publish_leads_to_a_recovery_and_the_run_goes_on() -> None:

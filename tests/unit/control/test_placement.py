@@ -75,6 +75,20 @@ def test_what_samples_nothing_has_neither_manager_nor_servers() -> None:
     assert num_spread_processes(config) == 4
 
 
+def test_ranks_that_hold_the_state_once_are_spread_as_whole_ones_and_those_of_one_model_are_neighbours() -> (
+    None
+):
+    config = config_with(hosts=2, workers=4)
+
+    def hosts_of(layout: LayoutSection) -> list[str]:
+        cut = msgspec.structs.replace(config, actor=msgspec.structs.replace(config.actor, layout=layout))
+        return [plan.host for plan in plan_layout(cut) if plan.role is Role.MODEL]
+
+    assert hosts_of(LayoutSection(shards=4)) == hosts_of(LayoutSection()) == ["host-0", "host-1"] * 2
+    for layout in (LayoutSection(stages=2), LayoutSection(tensors=4), LayoutSection(shards=2)):
+        assert hosts_of(layout) == ["host-0", "host-0", "host-1", "host-1"]
+
+
 @pytest.mark.parametrize(
     ("workers", "shards", "hosts"), [(4, 2, 2), (6, 3, 2), (6, 2, 3), (8, 2, 2), (24, 2, 12)]
 )

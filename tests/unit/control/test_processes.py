@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import msgspec
 
-from kintsugi.config.schema import ClusterSection
+from kintsugi.config.schema import ActorSection, ClusterSection, LayoutSection
 from kintsugi.control.phases.table import Phase
 from kintsugi.control.processes import LONGEST_RETRY_S, QUICK_RETRIES
 from kintsugi.control.protocol import Admit, Exited, Joined, Suspected
 from kintsugi.control.suspicion import HOST_LOST_S
-from kintsugi.journal.facts import ProcessLost, ProcessRequested, RunEnded
+from kintsugi.journal.facts import ProcessLost, ProcessRequested, RolledBack, RunEnded
 from kintsugi.protocol.agents import StartProcess, StopProcess
 from kintsugi.types import Peer, Role
 from tests.unit.control.driven import Driven
@@ -48,6 +48,40 @@ def test_a_replacement_has_an_incarnation_that_nobody_had_before() -> None:
         driven.until(lambda: not driven.asked(StartProcess))
     incarnations = [fact.incarnation for fact in requested(driven, "model-1")]
     assert len(set(incarnations)) == len(incarnations) == 4
+
+
+def test_a_rank_with_the_whole_state_is_started_where_it_is_planned_also_after_it_ran_elsewhere() -> None:
+    driven = Driven(TWO_HOSTS)
+    driven.begin()
+    driven.until(lambda: driven.state.step == 1)
+    driven.until(Phase.TRAINING)
+    agent = driven.state.members.members["agent-1"]
+    driven.feed(Suspected("agent-1", agent.incarnation, "nobody there speaks", "host", HOST_LOST_S))
+    driven.world.hosts.pop("agent-1")
+    driven.until(lambda: driven.state.homes["model-1"] == "host-0")
+    driven.world.hosts["agent-1"] = "host-1"
+    report(driven, "1.9", host="host-1")
+    driven.lose("model-1")
+    assert requested(driven, "model-1")[-1].host == "host-1"
+
+
+def test_a_rank_that_finds_its_part_nowhere_is_started_again_where_the_snapshot_of_it_is() -> None:
+    cut = ActorSection(logical_shards=2, layout=LayoutSection(shards=2))
+    rarely = msgspec.structs.replace(TWO_HOSTS.checkpoint, every=9)
+    driven = Driven(msgspec.structs.replace(TWO_HOSTS, actor=cut, checkpoint=rarely))
+    driven.begin()
+    driven.until(lambda: driven.state.step == 1)
+    driven.until(Phase.TRAINING)
+    for process in list(driven.world.children["host-1"]):
+        driven.world.kill(process)
+    agent = driven.state.members.members["agent-1"]
+    driven.feed(Suspected("agent-1", agent.incarnation, "nobody there speaks", "host", HOST_LOST_S))
+    assert requested(driven, "model-1")[-1].host == "host-0"
+    report(driven, "1.9", host="host-1")
+    step = driven.state.step
+    driven.until(lambda: driven.state.step > step)
+    assert requested(driven, "model-1")[-1].host == "host-1"
+    assert not [fact for fact in driven.facts if isinstance(fact, RolledBack)]
 
 
 def test_a_start_that_is_repeated_gives_one_process() -> None:

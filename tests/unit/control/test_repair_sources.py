@@ -1,4 +1,4 @@
-"""Order of the sources of a lost state: snapshots of the host, agents of other hosts, the checkpoint."""
+"""Order of the sources of a lost state: snapshots of the host, its agent, agents of other hosts, the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOUR_RANKS = msgspec.structs.replace(
 
 
 @pytest.mark.parametrize(("every", "path"), [(1, ("checkpoints/step-1",)), (3, ())])
-def test_own_snapshot_then_those_of_the_host_then_other_hosts_then_the_checkpoint_of_that_very_step(
+def test_own_snapshot_then_those_of_the_host_then_its_agent_then_others_then_the_checkpoint_of_that_very_step(
     every: int, path: tuple[str, ...]
 ) -> None:
     config = msgspec.structs.replace(
@@ -41,5 +41,5 @@ def test_own_snapshot_then_those_of_the_host_then_other_hosts_then_the_checkpoin
             for other in sorted(hosts)
             if hosts[other] == hosts[rank] != "" and other != rank
         ]
-        away = [agent for agent in driven.world.agents if driven.world.hosts[agent] != hosts[rank]]
-        assert body.sources == (f"snapshot:{rank}", *beside, *away, *path)
+        agents = sorted(driven.world.agents, key=lambda agent: driven.world.hosts[agent] != hosts[rank])
+        assert body.sources == (f"snapshot:{rank}", *beside, *agents, *path)

@@ -10,10 +10,10 @@ from kintsugi.generation.manager import MAX_ATTEMPTS
 from kintsugi.generation.weight_distribution import MAX_LOAD_ATTEMPTS
 from kintsugi.protocol.generation import Generated
 from kintsugi.protocol.membership import Ping
-from kintsugi.protocol.weights import WeightsLoaded
-from kintsugi.transport import PendingReply
+from kintsugi.protocol.weights import LoadWeights, WeightsLoaded
+from kintsugi.transport import Delivery, PendingReply
 from kintsugi.transport.sockets import QUEUED_MESSAGES
-from kintsugi.types import StreamSource
+from kintsugi.types import StreamSource, WeightManifest
 from tests.unit.generation.world import World, said
 
 
@@ -214,6 +214,25 @@ def test_newer_weights_supersede_those_that_are_still_being_loaded(world: World)
     world.publish_book()
     world.until(lambda: second.done)
     assert world.servers["server-0"].loaded == [1, 2]
+
+
+def test_an_order_of_weights_that_comes_after_a_later_one_is_refused(world: World) -> None:
+    given_up = LoadWeights(WeightManifest(1, 1, (), 0, "digest-1"), ())
+    delivered: list[Delivery] = []
+    handle = world.manager.handle
+
+    def loses_the_first(delivery: Delivery) -> None:
+        delivered.append(delivery) if delivery.body == given_up else handle(delivery)
+
+    world.manager.handle = loses_the_first  # type: ignore[method-assign]
+    pending = world.load(1, wait=False)
+    world.until(lambda: delivered)
+    assert world.load(2).done
+    handle(delivered[0])
+    world.until(lambda: pending.done)
+    with pytest.raises(RemoteError, match="later weights have been ordered"):
+        pending.result()
+    assert all(server.loaded == [2] for server in world.servers.values())
 
 
 def test_the_queue_is_bounded(world: World) -> None:

@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from kintsugi.cluster.host_supervisor import RECORD, ScratchRecord, own_machine
-from kintsugi.config.schema import ClusterSection, Config
-from kintsugi.errors import UserError
-from kintsugi.lab.testbed.remote_hosts import HERE, RemoteHosts, commands_of
+from kintsugi.config.schema import ClusterSection, Config, KubernetesSection, RaySection
+from kintsugi.errors import UserError, WorldError
+from kintsugi.lab.testbed import remote_hosts
+from kintsugi.lab.testbed.remote_hosts import HERE, RemoteHosts, check_reach, commands_of
 from kintsugi.lab.testbed.remote_signals import SignalOrder, carry_out
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.proc import process_start_time
@@ -82,20 +83,46 @@ def test_another_run_on_the_same_machine_is_left_alone(machine: Machine) -> None
     assert machine.supervisor.poll() is None
 
 
-@pytest.mark.parametrize("engine", ["ray", "k8s", "slurm"])
-def test_an_engine_whose_hosts_can_not_be_reached_is_refused_by_name(
-    engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_outside_of_an_allocation_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(UserError, match=f"--on.*{engine}"):
-        commands_of(Config(name="lab", cluster=ClusterSection(on=engine)))
+    with pytest.raises(UserError, match="--on slurm: expected an allocation"):
+        check_reach(Config(name="lab", cluster=ClusterSection(on="slurm")))
+
+
+def test_nodes_of_ray_and_pods_are_asked_through_a_process_of_this_machine_for_each() -> None:
+    nodes = ClusterSection(on="ray", hosts=3, ray=RaySection(address="192.0.2.1:6379"))
+    commands = commands_of(Config(name="lab", cluster=nodes))
+    assert list(commands) == ["host-1", "host-2"]
+    assert commands["host-2"][-3:] == ["kintsugi.lab.testbed.ray_signals", "host-2", "192.0.2.1:6379"]
+    pods = ClusterSection(on="k8s", hosts=2, kubernetes=KubernetesSection(namespace="runs"))
+    (command,) = commands_of(Config(name="lab", cluster=pods)).values()
+    assert command[-3:] == ["kintsugi.lab.testbed.pod_signals", "host-1", "runs"]
+
+
+def test_pods_whose_cluster_can_not_be_asked_are_refused_before_a_run_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="KUBECONFIG: expected a file"):
+        check_reach(Config(name="lab", cluster=ClusterSection(on="k8s")))
+
+
+def test_a_host_where_no_fault_can_be_injected_ends_the_soak_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuses = ["sh", "-c", """read order; echo '{"hit": [], "why": "no command may be run in pods (403)"}'"""]
+    monkeypatch.setattr(remote_hosts, "commands_of", lambda config: {"host-1": refuses})
+    remote = RemoteHosts(Config(name="lab", cluster=ClusterSection(on="k8s", hosts=2)), run_dir=tmp_path)
+    with pytest.raises(WorldError, match=r"host-1: no command may be run in pods \(403\)"):
+        remote.connect("host-1")
+    remote.close()
 
 
 def test_agents_are_on_the_hosts_of_their_numbers_and_others_where_the_master_says(tmp_path: Path) -> None:
     (tmp_path / "hosts.txt").write_text("b 192.0.2.12 python=/venv/bin/python scratch=/tmp/s port=2222\n")
     config = Config(name="lab", cluster=ClusterSection(on=str(tmp_path / "hosts.txt")))
     command = commands_of(config)["host-1"]
-    assert command[-1].endswith("remote_signals host-1 /tmp/s") and "2222" in command
+    assert command[-1].endswith("kintsugi host-signals host-1 /tmp/s") and "2222" in command
     remote = RemoteHosts(config, run_dir=tmp_path)
     assert remote.host_of("agent-1") == "host-1" and not remote.is_elsewhere("model-0")
     report = ProcessReport(

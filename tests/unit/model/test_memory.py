@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -166,3 +167,24 @@ def test_where_weights_are_gathered_by_layer_a_rank_holds_its_part_and_a_few_uni
     assert "compute weights" not in rank.device and "compute weights" in whole.of_role(Role.MODEL).device
     embedding = QWEN.vocab_size * QWEN.hidden_size
     assert rank.device["layers in use"] == pytest.approx((2 * 3 + 4 * 3) * embedding, rel=1e-3)
+
+
+def staged(stage: int, *, model: ModelConfig, dtype: str = "bfloat16", **layout: int) -> Mapping[str, int]:
+    """Device memory of a rank of two pipeline stages."""
+    actor = ActorSection(workers=2, dtype=dtype, layout=LayoutSection(stages=2, **layout))  # type: ignore[arg-type]
+    config = Config(name="a", actor=actor, algorithm=AlgorithmSection(beta=0.1), generation=GENERATION)
+    return RunMemory(config, model, Companions(), 4).of_process(f"model-{stage}").device
+
+
+def test_a_tied_embedding_is_state_of_the_last_stage_and_a_copy_in_the_first() -> None:
+    tied = msgspec.structs.replace(QWEN, tie_embeddings=True)
+    matrix = QWEN.vocab_size * QWEN.hidden_size
+    first, last = (staged(stage, model=tied) for stage in range(2))
+    apart_first, apart_last = (staged(stage, model=QWEN) for stage in range(2))
+    assert (first["tied embedding"], last["tied embedding"]) == (2 * matrix, 2 * 2 * matrix)
+    assert apart_first["state"] - first["state"] == 12 * matrix
+    assert last["state"] == apart_last["state"]
+    assert (first["reference"], last["reference"]) == (apart_first["reference"], apart_last["reference"])
+    assert "tied embedding" not in apart_last
+    whole = memory(algorithm=AlgorithmSection(beta=0.1)).of_role(Role.MODEL).device
+    assert "tied embedding" not in whole, "one rank needs nothing more"

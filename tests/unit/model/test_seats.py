@@ -70,6 +70,14 @@ def test_ranks_of_one_group_differ_along_its_axis_only(mesh: Mesh) -> None:
         assert [mesh.seat(other).tensor for other in mesh.tensor_row(rank)] == list(range(mesh.tensors))
 
 
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_first_stage_begins_the_model_and_the_last_one_ends_it(mesh: Mesh) -> None:
+    seats = [mesh.seat(rank) for rank in range(mesh.boxes)]
+    assert all(seat.is_first == (seat.stage == 0) for seat in seats)
+    assert all(seat.is_last == (seat.stage == mesh.stages - 1) for seat in seats)
+    assert all(seat.is_whole == (mesh == UNCUT) for seat in seats)
+
+
 def test_the_last_stage_answers_calls() -> None:
     assert speakers(names(4), Mesh(stages=2)) == {"model-1", "model-3"}
     assert speakers(names(3), UNCUT) == set(names(3))
@@ -84,6 +92,17 @@ def test_the_digest_of_a_box_is_found_in_that_of_its_own_layout_only() -> None:
         found = [digest_of_box(whole, other.seat(rank)) for rank in range(4)]
         assert found == (["0", "1", "2", "3"] if one == other else [""] * 4)
     assert digest_of_box("", WHOLE) == digest_of_box("", Mesh(1, 2).seat(0)) == ""
+
+
+def test_of_replicas_that_differ_the_most_frequent_one_counts() -> None:
+    digests = dict(zip(names(6), ("1", "a", "2", "b", "2", "b"), strict=True))
+    assert joined(digests, Mesh(2)) == "2.b"
+    assert joined(dict.fromkeys(names(1), "1"), Mesh(2)) == "1."
+
+
+def test_no_two_boxes_of_any_layouts_have_one_name() -> None:
+    boxes = [mesh.seat(number).box for mesh in MESHES for number in range(mesh.boxes)]
+    assert len(set(boxes)) == len(boxes)
 
 
 def test_boxes_of_shards_alone_have_the_names_of_earlier_versions() -> None:

@@ -36,6 +36,7 @@ class Cluster:
         self.protocol = RankProtocol()
         self.step, self.digest = 0, ""
         self.repairs: dict[str, Repair] = {}
+        self.sources: dict[str, tuple[str, ...]] = {}
 
     def _new(self, name: str) -> ReplayAdapter:
         box = seat_of(name, self.mesh).box
@@ -50,7 +51,7 @@ class Cluster:
             living=tuple(self.living),
             missing=tuple(name for name in RANKS if name not in self.living),
             stores={},
-            sources={},
+            sources=self.sources,
             step=self.step,
             digest=self.digest,
             stage="grpo",
@@ -120,6 +121,20 @@ def test_a_box_that_no_rank_holds_is_a_problem_though_others_hold_theirs() -> No
     cluster.lose("model-1", "model-3")
     orders = cluster.recover()
     assert orders.problem == "no source has the state of step 1 for model-1, model-3"
+
+
+@pytest.mark.parametrize("finder", ["model-1", "model-3"])
+def test_a_rank_without_a_source_gets_its_box_from_one_that_found_it_in_the_same_round(finder: str) -> None:
+    cluster = Cluster().start()
+    cluster.train(1)
+    left = cluster.snapshots[finder]
+    cluster.lose("model-1", "model-3")
+    cluster.snapshots[finder] = left
+    cluster.sources = {finder: (f"snapshot:{finder}",)}
+    assert not cluster.recover().problem
+    (other,) = {"model-1", "model-3"} - {finder}
+    assert cluster.repairs[other].sources == (finder,)
+    assert cluster.adapters[other].committed == cluster.adapters[finder].committed
 
 
 def test_without_replicas_a_rank_is_offered_no_other_ranks_state() -> None:

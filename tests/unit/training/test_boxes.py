@@ -13,6 +13,7 @@ from kintsugi.model.architecture import parameter_shapes
 from kintsugi.model.seats import Mesh, Seat, digest_of_box, joined, replica_of, seat_of
 from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.training.boxes import Box
+from kintsugi.training.group import Groups
 from kintsugi.training.layout import ACTOR, ALIGNMENT, CRITIC, Layout, LayoutPart
 from kintsugi.training.model_calls import ModelCalls
 from kintsugi.training.process_group import ProcessGroup
@@ -210,7 +211,7 @@ def test_only_the_box_of_a_lost_rank_is_restored_and_the_bits_are_those_of_an_un
         state.rollback(2)
         with pytest.raises(RefusedError, match="not complete on this rank"):
             state.weights()
-        state.gather(group)
+        state.gather(Groups.of(group))
         for step in (3, 4):
             step_of(state, step, rank=rank, group=group, stage=stage)
         return {name: tensor.clone() for name, tensor in state.weights().items()}

@@ -31,6 +31,23 @@ def test_every_group_has_its_members_and_adds_up() -> None:
     }
 
 
+def test_the_ends_of_a_tied_model_send_both_ways_past_the_stages_between() -> None:
+    def rank_main(rank: int, groups: Groups) -> list[float]:
+        edge = groups.embedding
+        if edge is None:
+            return []
+        is_first = groups.previous is None
+        mine, theirs = (edge.forward, edge.backward) if is_first else (edge.backward, edge.forward)
+        mine.send(torch.full((2,), float(rank)))
+        into = torch.empty(2)
+        theirs.receive(into, timeout_s=20.0)
+        mine.await_sent(timeout_s=20.0)
+        return into.tolist()
+
+    found = in_mesh(Mesh(stages=3), rank_main, world_size=6, is_tied=True)
+    assert found == [[2.0, 2.0], [], [0.0, 0.0], [5.0, 5.0], [], [3.0, 3.0]]
+
+
 def test_a_whole_model_per_rank_needs_no_further_group() -> None:
     def rank_main(rank: int, groups: Groups) -> tuple[bool, int]:
         return groups.data is groups.world, len(list(groups))

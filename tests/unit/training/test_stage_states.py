@@ -8,10 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from kintsugi.checkpoint.manifest import StoredFile
 from kintsugi.checkpoint.store import load_checkpoint, save_checkpoint, stored_weights, write_box
 from kintsugi.config.stages import Stage
+from kintsugi.errors import RefusedError
+from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.arrays import Array
 from kintsugi.model.partition import part_of
 from kintsugi.model.seats import UNCUT, Mesh
@@ -29,16 +32,19 @@ from kintsugi.weights.manifest import layout_of, weights_sha256
 from kintsugi.weights.publish import Publisher
 from kintsugi.weights.selection import ProcessLocation, join, plan
 from tests.unit.training.test_pipeline import LENGTHS, SHAPES, STAGES
-from tests.unit.training.world import calls_of, in_mesh, new_batch, run_call
+from tests.unit.training.world import StoredTensors, calls_of, in_mesh, new_batch, run_call
 
-CONFIG = SHAPES["llama"]
+SEPARATE, TIED = SHAPES["llama"], SHAPES["tied llama"]
 STAGE: Stage = STAGES["grpo"]
 """With a frozen reference."""
 
 
-def fresh(mesh: Mesh, rank: int, *, seed: int = 3) -> TrainingState:
+both = pytest.mark.parametrize("config", [SEPARATE, TIED], ids=["separate", "tied"])
+
+
+def fresh(mesh: Mesh, rank: int, *, seed: int = 3, config: ModelConfig = SEPARATE) -> TrainingState:
     seat = mesh.seat(rank)
-    model = Transformer(CONFIG, part=part_of(CONFIG, seat))
+    model = Transformer(config, part=part_of(config, seat))
     initialize(model, seed=seed)
     return TrainingState(model, seat=seat)
 
@@ -58,16 +64,16 @@ def train_step(state: TrainingState, step: int, *, groups: Groups, rank: int, me
     state.commit(step)
 
 
-def begun(mesh: Mesh) -> list[TrainingState]:
+def begun(mesh: Mesh, config: ModelConfig) -> list[TrainingState]:
     """States of all ranks after one step."""
 
     def rank_main(rank: int, groups: Groups) -> TrainingState:
-        state = fresh(mesh, rank)
+        state = fresh(mesh, rank, config=config)
         state.start_stage(STAGE, step=0)
         train_step(state, 1, groups=groups, rank=rank, mesh=mesh, ranks=mesh.boxes)
         return state
 
-    return in_mesh(mesh, rank_main, world_size=mesh.boxes)
+    return in_mesh(mesh, rank_main, world_size=mesh.boxes, is_tied=config.tie_embeddings)
 
 
 class OtherStates:
@@ -115,51 +121,56 @@ def save(states: Sequence[TrainingState], folder: Path) -> Path:
     ],
     ids=str,
 )
+@both
 def test_a_checkpoint_of_one_layout_goes_on_in_another_with_the_same_bits(
-    saved: Mesh, resumed: Mesh, tmp_path: Path
+    saved: Mesh, resumed: Mesh, config: ModelConfig, tmp_path: Path
 ) -> None:
-    states = begun(saved)
+    states = begun(saved, config)
     path = save(states, tmp_path)
 
     def go_on(rank: int, groups: Groups) -> dict[str, Array]:
-        state = fresh(resumed, rank, seed=4)
+        state = fresh(resumed, rank, seed=4, config=config)
         stored, counters = load_checkpoint(path)
         state.restore(stored, counters=msgspec.convert(counters, CopyCounters), stage=STAGE)
-        state.gather(groups.data)
+        state.gather(groups)
         train_step(state, 2, groups=groups, rank=rank, mesh=resumed, ranks=resumed.boxes)
         return {name: weight.clone() for name, weight in state.weights().items()}
 
     def undisturbed(rank: int, groups: Groups) -> dict[str, Array]:
-        state = fresh(UNCUT, rank)
+        state = fresh(UNCUT, rank, config=config)
         state.start_stage(STAGE, step=0)
         for step in (1, 2):
             train_step(state, step, groups=groups, rank=rank, mesh=UNCUT, ranks=1)
         return {name: weight.clone() for name, weight in state.weights().items()}
 
     (expected,) = in_mesh(UNCUT, undisturbed, world_size=1)
-    found = in_mesh(resumed, go_on, world_size=resumed.boxes)
+    found = in_mesh(resumed, go_on, world_size=resumed.boxes, is_tied=config.tie_embeddings)
     assert {name for each in found for name in each} == expected.keys()
     for each in found:
         for name, weight in each.items():
             assert torch.equal(weight, expected[name]), name
 
 
-def test_the_weights_of_a_model_folder_are_put_together_from_the_stages(tmp_path: Path) -> None:
-    states = begun(Mesh(stages=2))
+@both
+def test_the_weights_of_a_model_folder_are_put_together_from_the_stages(
+    config: ModelConfig, tmp_path: Path
+) -> None:
+    states = begun(Mesh(stages=2), config)
     path = save(states, tmp_path)
     weights = stored_weights(path, shapes=states[1].weight_shapes)
-    assert weights.keys() == dict(Transformer(CONFIG).named_parameters()).keys()
+    assert weights.keys() == dict(Transformer(config).named_parameters()).keys()
     for state in states:
         for name, weight in state.weights().items():
             assert torch.equal(weights[name], weight), name
 
 
+@both
 @pytest.mark.parametrize("stages", [2, 3])
-def test_stages_hash_all_weights_as_one_rank_does(stages: int) -> None:
+def test_stages_hash_all_weights_as_one_rank_does(stages: int, config: ModelConfig) -> None:
     mesh = Mesh(stages=stages)
 
     def rank_main(rank: int, groups: Groups) -> str:
-        state = fresh(mesh, rank)
+        state = fresh(mesh, rank, config=config)
         assert groups.stages is not None
         return stage_weights_sha256(
             state.weights(),
@@ -169,11 +180,12 @@ def test_stages_hash_all_weights_as_one_rank_does(stages: int) -> None:
         )
 
     first, *others = in_mesh(mesh, rank_main, world_size=stages)
-    assert first == weights_sha256(fresh(UNCUT, 0).weights())
+    assert first == weights_sha256(fresh(UNCUT, 0, config=config).weights())
     assert set(others) == {""}, "only the first stage has seen all weights"
 
 
-def test_stages_publish_their_parts_of_one_version() -> None:
+@both
+def test_stages_publish_their_parts_of_one_version(config: ModelConfig) -> None:
     mesh = Mesh(stages=2)
     ranks = [ProcessLocation(f"model-{rank}", "host-0") for rank in range(2)]
     servers = [ProcessLocation("server-0", "host-0"), ProcessLocation("server-1", "host-1")]
@@ -183,7 +195,7 @@ def test_stages_publish_their_parts_of_one_version() -> None:
     assert "each of 2 ranks has a part" in planned.reason
     published: dict[str, Published] = {}
     for rank, (process, order) in enumerate(planned.orders.items()):
-        state = fresh(mesh, rank)
+        state = fresh(mesh, rank, config=config)
         places = list(layout_of(state.weight_shapes, itemsize=4))
         publisher = Publisher(process=process, host="host-0", segments=None)
         manifest, _ = publisher.publish(state.weights(), order, places=places)
@@ -191,10 +203,59 @@ def test_stages_publish_their_parts_of_one_version() -> None:
         published[process] = Published(manifest, (source,))
         publisher.close()
     whole = Publisher(process="model-9", host="host-0", segments=None)
-    expected, _ = whole.publish(fresh(UNCUT, 0).weights(), Publish(1, 1))
+    expected, _ = whole.publish(fresh(UNCUT, 0, config=config).weights(), Publish(1, 1))
     whole.close()
     found = join(published).manifest
     assert found.digest == expected.digest
     assert [(piece.name, piece.offset, piece.size) for piece in found.pieces] == [
         (piece.name, piece.offset, piece.size) for piece in expected.pieces
     ]
+
+
+def test_the_first_stage_computes_with_the_tied_embedding_of_the_last_one_again_after_a_rollback() -> None:
+    mesh = Mesh(stages=2)
+
+    def rank_main(rank: int, groups: Groups) -> Tensor:
+        state = fresh(mesh, rank, config=TIED)
+        state.start_stage(STAGE, step=0)
+        train_step(state, 1, groups=groups, rank=rank, mesh=mesh, ranks=2)
+        embedding = state.model.model.embed_tokens.weight
+        expected = embedding.detach().clone()
+        if rank == 0:
+            embedding.data.zero_()  # As a copy that was interrupted leaves it.
+        state.rollback(1)
+        state.gather(groups)
+        groups.world.all_gather(torch.zeros(1), timeout_s=30.0)  # Neither ends before the other has received.
+        assert embedding.equal(expected)
+        return expected
+
+    first, last = in_mesh(mesh, rank_main, world_size=2, is_tied=True)
+    assert first.equal(last)
+
+
+def test_a_stage_does_not_start_on_a_copy_of_another_state() -> None:
+    state = fresh(Mesh(stages=2), 0, config=TIED)
+    state.start_stage(STAGE, step=0)
+    stored = StoredTensors(state.tensors(), box=state.seat.box)
+    replacement = fresh(Mesh(stages=2), 0, config=TIED, seed=4)
+    replacement.restore(stored, counters=state.committed_counters, stage=STAGE)
+    following = msgspec.structs.replace(STAGE, name="next", first_step=1)
+    with pytest.raises(RefusedError, match="before the weights have been gathered"):
+        replacement.start_stage(following, step=0)
+
+
+def test_the_gradient_of_a_tied_embedding_forgets_an_interrupted_pass() -> None:
+    state = fresh(Mesh(stages=2), 1, config=TIED)
+    tied, embedding = state.tied_gradient("actor"), state.model.model.embed_tokens.weight
+    assert tied is not None and state.tied_gradient("critic") is None
+    tokens = torch.tensor([3, 5, 3])
+    embedding.square().sum().backward()
+    tied.hold()
+    state.zero_gradient()
+    embedding.sum().backward()
+    tied.hold()
+    tied.complete(tokens, torch.full((3, TIED.hidden_size), 0.5))
+    total = state.gradient_of("actor")[: embedding.numel()].view_as(embedding)
+    expected = torch.ones_like(total)
+    expected[3], expected[5] = 2.0, 1.5
+    assert total.equal(expected) and embedding.grad is None

@@ -58,6 +58,8 @@ CASES = [
     ("ppo", "qwen2", Mesh(tensors=2), 2, 1),
     ("dpo", "llama", Mesh(tensors=2), 4, 1),
     ("reward_model", "qwen3", Mesh(tensors=2), 2, 1),
+    ("grpo", "tied qwen3", Mesh(tensors=2, stages=2), 4, 1),
+    ("ppo", "tied qwen2", Mesh(tensors=2, stages=2), 2, 1),
 ]
 
 

@@ -358,11 +358,16 @@ def train(
         weights = {name: tensor.clone() for name, tensor in found.items()}
         return Outcome(digests, state.given, weights, metrics, outputs)
 
-    return in_mesh(mesh, rank_main, world_size=world_size, device=device)
+    return in_mesh(mesh, rank_main, world_size=world_size, device=device, is_tied=config.tie_embeddings)
 
 
 def in_mesh(
-    mesh: Mesh, rank_main: Callable[[int, Groups], T], *, world_size: int, device: torch.device = CPU
+    mesh: Mesh,
+    rank_main: Callable[[int, Groups], T],
+    *,
+    world_size: int,
+    device: torch.device = CPU,
+    is_tied: bool = False,
 ) -> list[T]:
     """Run a function on every rank of a mesh, one thread each, and give what they return."""
     ranks = [f"model-{rank}" for rank in range(world_size)]
@@ -379,6 +384,7 @@ def in_mesh(
             keys=keys,
             device=device,
             timeout_s=30.0,
+            is_tied=is_tied,
         )
         try:
             return rank_main(rank, groups)

@@ -25,8 +25,9 @@ from kintsugi.cluster.backends.contract import HostCame, HostEvent, HostLeaves, 
 from kintsugi.cluster.backends.kubernetes import manifests
 from kintsugi.cluster.backends.kubernetes.access import Access, load_access
 from kintsugi.cluster.backends.kubernetes.client import ApiError, Client, Expired
-from kintsugi.cluster.backends.kubernetes.manifests import Deployment, Right, Workload
+from kintsugi.cluster.backends.kubernetes.manifests import Deployment, Workload
 from kintsugi.cluster.backends.kubernetes.pods import PodTracker
+from kintsugi.cluster.backends.kubernetes.rights import check_rights
 from kintsugi.config.schema import KubernetesSection
 from kintsugi.errors import DeadlineExceeded, KintsugiError
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
@@ -239,21 +240,7 @@ class _Engine:
             self._deployment.settings.workload, version=(found[0], found[1]), has_volcano=has_volcano
         )
         self._deployment = msgspec.structs.replace(self._deployment, workload=workload)
-        checks = [
-            self._is_allowed(right, verb) for right in manifests.rights(workload) for verb in right.verbs
-        ]
-        missing = [each for each in await asyncio.gather(*checks) if each is not None]
-        if missing:
-            rules = "; ".join(
-                f"verbs [{', '.join(verb for other, verb in missing if other == right)}] on "
-                f"{right.resource} in API group {right.group!r}"
-                for right in dict.fromkeys(right for right, _ in missing)
-            )
-            raise ApiError(
-                f"this account lacks rights in namespace {self._deployment.namespace}: a Role needs {rules} (403); "
-                "see docs/cluster.md",
-                status=403,
-            )
+        await check_rights(self._client, manifests.rights(workload), namespace=self._deployment.namespace)
         self._is_known = True
 
     async def _has_volcano(self) -> bool:
@@ -264,23 +251,6 @@ class _Engine:
                 return False
             raise
         return True
-
-    async def _is_allowed(self, right: Right, verb: str) -> tuple[Right, str] | None:
-        asked = {
-            "namespace": self._deployment.namespace,
-            "group": right.group,
-            "resource": right.resource,
-            "verb": verb,
-        }
-        body = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": asked},
-        }
-        answer = await self._client.request(
-            "POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=body
-        )
-        return None if (answer.get("status") or {}).get("allowed") else (right, verb)
 
     async def _put_tickets(self, orders: Sequence[HostOrder]) -> str:
         """Write tickets; return the uid of the Secret."""
@@ -326,7 +296,8 @@ class _Engine:
     async def _create_pod(self, host: str, *, owner_uid: str) -> None:
         name = f"{self._deployment.name}-{self._deployment.hosts.index(host)}-{uuid4().hex[:6]}"
         with contextlib.suppress(_Exists):  # The answer to the first attempt was lost.
-            pod = manifests.pod(self._deployment, host, name=name, owner_uid=owner_uid)
+            avoided = self._tracker.avoided(host)
+            pod = manifests.pod(self._deployment, host, name=name, owner_uid=owner_uid, avoided=avoided)
             await self._create(f"{self._folder}/pods", pod)
 
     async def _delete_pod(self, name: str) -> None:

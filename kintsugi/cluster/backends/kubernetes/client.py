@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -155,6 +155,27 @@ class Client:
             return error
         message = f"the API server at {self.access.server} refuses these credentials ({self.access.origin}): {error}"
         return ApiError(message, status=401)
+
+    async def open_streams(
+        self, path: str, *, query: Sequence[tuple[str, str]], protocol: str
+    ) -> aiohttp.ClientWebSocketResponse:
+        """Open a WebSocket; ApiError if the server refuses it."""
+        try:
+            return await self._session.ws_connect(
+                self.access.server + path,
+                params=query,
+                protocols=(protocol,),
+                # What comes is no object.
+                headers=self._headers("GET", renew=False) | {"Accept": "*/*"},
+                ssl=self.access.tls or True,
+                server_hostname=self.access.server_name,
+            )
+        except aiohttp.WSServerHandshakeError as error:
+            raise ApiError(
+                f"{path} is refused: {error.message} ({error.status})", status=error.status
+            ) from error
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise self._unreachable(error) from error
 
     async def list(
         self, path: str, *, selector: str, timeout_s: float = REQUEST_S

@@ -151,8 +151,10 @@ def owned_by(kind: str, api_version: str, *, name: str, uid: str) -> Object:
 # Pods and what keeps them.
 
 
-def pod(deployment: Deployment, host: str, *, name: str, owner_uid: str) -> Object:
-    """Return the pod of one host, which goes with the Secret of its run."""
+def pod(
+    deployment: Deployment, host: str, *, name: str, owner_uid: str, avoided: Sequence[str] = ()
+) -> Object:
+    """Return the pod of one host, which goes with the Secret of its run. It is put on none of the nodes `avoided`."""
     index = str(deployment.hosts.index(host))
     template = pod_template(deployment, ticket=host)
     metadata = template["metadata"] | {"name": name, "namespace": deployment.namespace}
@@ -162,7 +164,20 @@ def pod(deployment: Deployment, host: str, *, name: str, owner_uid: str) -> Obje
     for volume in template["spec"]["volumes"]:
         if volume["name"] == "tickets":
             volume["secret"]["items"] = [{"key": host, "path": host}]
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+    spec = template["spec"]
+    if avoided:
+        spec = spec | {"affinity": _avoiding(spec.get("affinity") or {}, avoided)}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _avoiding(affinity: Mapping[str, Any], nodes: Sequence[str]) -> Object:
+    """Return an affinity that takes none of these nodes, whichever of the user's terms holds."""
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    of_nodes = affinity.get("nodeAffinity") or {}
+    terms = (of_nodes.get(required) or {}).get("nodeSelectorTerms") or [{}]
+    others = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    terms = [{**term, "matchFields": [*(term.get("matchFields") or ()), *others]} for term in terms]
+    return {**affinity, "nodeAffinity": {**of_nodes, required: {"nodeSelectorTerms": terms}}}
 
 
 def workload_object(deployment: Deployment) -> Object:

@@ -23,6 +23,15 @@ CANNOT_START = frozenset(
 TERMINATED_BY_ENGINE = frozenset({"Evicted", "NodeLost", "Preempting", "Terminated", "Shutdown"})
 
 
+AVOID_S = 60.0
+"""Time for which no pod is put on a node whose host was lost before its engine knew: it calls the node ready for
+another 40 s, by default, and prefers it, as it looks empty."""
+UNPLACED_S = 10.0
+"""Time for another node to take a pod, after which the avoided one may have it."""
+UNTAKEN_S = 10.0
+"""Time for the kubelet of a node to see the pod of a host that is replaced; one that lives does within a second."""
+
+
 class PodPhase(StrEnum):
     """A pod's life, as far as a host is concerned."""
 
@@ -40,6 +49,10 @@ class PodView(msgspec.Struct, frozen=True):
     phase: PodPhase
     created: str
     place: str = ""
+    node: str = ""
+    """Node that the scheduler has chosen; empty before it has."""
+    is_taken: bool = True
+    """The kubelet of that node has seen the pod."""
     why: str = ""
     """Why it is over, or why it does not start."""
     doubt: str = ""
@@ -77,7 +90,7 @@ def view(pod: Mapping[str, Any], *, hosts: Sequence[str]) -> PodView | None:
             doubt = f"its node {spec.get('nodeName', '')} is not ready"
     if phase is PodPhase.PENDING and (conditions.get("PodScheduled") or {}).get("status") == "False":
         why = f"no node takes its pod: {conditions['PodScheduled'].get('message', '')}"
-    node = spec.get("nodeName")
+    node = str(spec.get("nodeName") or "")
     return PodView(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -85,6 +98,8 @@ def view(pod: Mapping[str, Any], *, hosts: Sequence[str]) -> PodView | None:
         phase=phase,
         created=str(metadata.get("creationTimestamp", "")),
         place=f"pod {metadata['name']} on {node}" if node else f"pod {metadata['name']}",
+        node=node,
+        is_taken=phase is not PodPhase.PENDING or bool(status.get("startTime")),
         why=why,
         doubt=doubt,
         is_going=is_going,
@@ -128,6 +143,8 @@ class _Tracked(msgspec.Struct):
     has_come: bool = False
     since: float = 0.0
     doubt: str = ""
+    avoids: bool = False
+    """Its pod may not be put on the nodes that are avoided."""
 
 
 class PodTracker:
@@ -140,6 +157,10 @@ class PodTracker:
         self._pods: dict[str, PodView] = {}
         self._lost: set[str] = set()
         """Uids of pods that count no more."""
+        self._avoided: dict[str, float] = {}
+        """Node → when a host on it was lost before its engine knew."""
+        self._came: set[str] = set()
+        """Hosts that have come once."""
 
     def order(self, host: str, *, now: float) -> list[PodView]:
         """Note that a pod is wanted for a host; return the pods to be deleted first.
@@ -148,6 +169,7 @@ class PodTracker:
         """
         tracked = self._tracked[host]
         self._lost |= {tracked.current} - {""}
+        self._note_node(self._pods.get(tracked.current), now)
         there = self._of(host)
         kept = [pod for pod in there if self._may_be_current(pod) and pod.phase is not PodPhase.OVER]
         current = kept[-1].uid if kept else ""
@@ -155,6 +177,16 @@ class PodTracker:
         unwanted = [pod for pod in there if pod.uid != current]
         self._lost |= {pod.uid for pod in unwanted}
         return unwanted
+
+    def _note_node(self, lost: PodView | None, now: float) -> None:
+        self._avoided = {node: at for node, at in self._avoided.items() if now - at < AVOID_S}
+        if lost is not None and lost.phase is PodPhase.RUNNING and not lost.is_going:
+            self._avoided[lost.node] = now
+
+    def avoided(self, host: str) -> tuple[str, ...]:
+        """Return the nodes that the pod which is now made for a host may not be put on."""
+        self._tracked[host].avoids = bool(self._avoided)
+        return tuple(self._avoided)
 
     def refuse(self, host: str, why: str) -> list[HostEvent]:
         """Note that the order of a host could not be carried out."""
@@ -230,11 +262,12 @@ class PodTracker:
             return self._went(host, "its pod was deleted")
         if pod.phase is PodPhase.OVER:
             return self._went(host, pod.why)
-        if pod.phase is PodPhase.PENDING and now - tracked.since > self._patience_s:
-            return self._went(host, f"{pod.why} (for {self._patience_s:g} s)")
+        if pod.phase is PodPhase.PENDING and (why := self._give_up(tracked, pod, now)):
+            return self._went(host, why)
         events: list[HostEvent] = []
         if pod.phase is PodPhase.RUNNING and not tracked.has_come:
             tracked.has_come = True
+            self._came.add(host)
             events.append(HostCame(host, pod.place))
         if pod.doubt != tracked.doubt:
             tracked.doubt = pod.doubt
@@ -242,6 +275,20 @@ class PodTracker:
             if pod.is_going:
                 events.append(HostLeaves(host, pod.doubt))
         return events
+
+    def _give_up(self, tracked: _Tracked, pod: PodView, now: float) -> str:
+        """Return why a pod that does not start is waited for no longer; empty while it is."""
+        waited_s = now - tracked.since
+        if waited_s > self._patience_s:
+            return f"{pod.why} (for {self._patience_s:g} s)"
+        if tracked.avoids and not pod.node and waited_s > UNPLACED_S:
+            avoided, self._avoided = ", ".join(self._avoided), {}
+            return f"no node takes its pod without {avoided} (for {UNPLACED_S:g} s)"
+        # Without a host that never was there the run could not begin: its pod is waited for on a slow node too.
+        if pod.host in self._came and pod.node and not pod.is_taken and waited_s > UNTAKEN_S:
+            self._avoided[pod.node] = now
+            return f"node {pod.node} has not seen its pod (for {UNTAKEN_S:g} s)"
+        return ""
 
     def _went(self, host: str, why: str) -> list[HostEvent]:
         tracked = self._tracked[host]

@@ -1,0 +1,126 @@
+"""Orders of the laboratory for hosts that are pods: what is signalled in them, and which pod is deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kintsugi.cluster.backends.kubernetes import manifests
+from kintsugi.cluster.backends.kubernetes.client import ApiError, Client
+from kintsugi.cluster.backends.kubernetes.manifests import Deployment, Workload
+from kintsugi.cluster.backends.kubernetes.rights import check_rights
+from kintsugi.config.schema import KubernetesSection
+from kintsugi.lab.testbed.pod_signals import RIGHTS, HostPod
+from kintsugi.lab.testbed.remote_signals import Signalled, SignalOrder
+from tests.cluster.kubernetes_server import KubernetesServer
+from tests.cluster.tiny_runs import until
+from tests.unit.lab.test_remote_hosts import Machine
+
+RUN = Deployment(
+    job="run1",
+    hosts=("host-1", "host-2"),
+    settings=KubernetesSection(image="local"),
+    namespace="runs",
+    workload=Workload.PODS,
+    template={
+        "spec": {"containers": [{"name": "agent", "command": [sys.executable, "-P", "-m", "kintsugi"]}]}
+    },
+)
+PODS = "/api/v1/namespaces/runs/pods"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    made = Machine(tmp_path / "scratch")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def server() -> Iterator[KubernetesServer]:
+    made = KubernetesServer()
+    yield made
+    made.close()
+
+
+async def make_pod(client: Client, server: KubernetesServer, name: str, *, scratch: Path) -> None:
+    """Create the pod of host-2, whose scratch folder is one of this machine, and wait until it runs."""
+    pod = manifests.pod(RUN, "host-2", name=name, owner_uid="")
+    del pod["metadata"]["ownerReferences"]
+    (container,) = pod["spec"]["containers"]
+    container["args"][container["args"].index("--scratch") + 1] = str(scratch)
+    pod["spec"]["volumes"] = [each for each in pod["spec"]["volumes"] if each["name"] == "tickets"]
+    await client.request("POST", PODS, body=pod)
+    running = asyncio.to_thread(until, lambda: "Running" in str(server.objects("pods")), "the pod")
+    await running
+
+
+def ask(
+    server: KubernetesServer, machine: Machine, *orders: SignalOrder, again: bool = False
+) -> list[Signalled]:
+    """Answers to orders for host-2. With `again` its pod is another one after the first order."""
+
+    async def answers() -> list[Signalled]:
+        found = []
+        async with Client(server.access()) as client, HostPod(client, "host-2", namespace="runs") as pod:
+            await make_pod(client, server, "first", scratch=machine.scratch)
+            for order in orders:
+                line = await pod.answer(msgspec.json.encode(order) + b"\n")
+                found.append(msgspec.json.decode(line, type=Signalled))
+                if again and order is orders[0]:
+                    await client.request("DELETE", f"{PODS}/first", body={"gracePeriodSeconds": 0})
+                    server.end_command("first")
+                    await make_pod(client, server, "second", scratch=machine.scratch)
+        return found
+
+    return asyncio.run(answers())
+
+
+def test_a_process_of_a_pod_is_signalled_in_it(server: KubernetesServer, machine: Machine) -> None:
+    orders = SignalOrder("run1", 0), SignalOrder("run1", signal.SIGKILL, {"model-0": machine.child})
+    assert ask(server, machine, *orders) == [Signalled(()), Signalled(("model-0",))]
+    assert machine.supervisor.wait(timeout=5.0) == 0, "it has seen its child end"
+    assert server.names("pods") == ["first"]
+
+
+def test_a_whole_host_ends_with_its_pod_which_is_deleted_by_force(
+    server: KubernetesServer, machine: Machine
+) -> None:
+    order = SignalOrder("run1", signal.SIGKILL, {"agent-2": machine.child}, is_whole=True)
+    assert ask(server, machine, order) == [Signalled(("agent-2",))]
+    until(lambda: not machine.child_runs, "the end of what was below the supervisor")
+    assert server.names("pods") == []
+
+
+def test_an_order_goes_to_the_pod_that_has_replaced_the_first_one(
+    server: KubernetesServer, machine: Machine
+) -> None:
+    orders = SignalOrder("run1", 0), SignalOrder("run1", signal.SIGKILL, {"model-0": machine.child})
+    assert ask(server, machine, *orders, again=True)[1] == Signalled(("model-0",))
+    assert server.requests.count(f"GET {PODS}/second/exec") == 1
+
+
+def test_a_host_without_a_pod_is_not_signalled_and_no_other_is(
+    server: KubernetesServer, machine: Machine
+) -> None:
+    order = SignalOrder("run2", signal.SIGKILL, {"model-0": machine.child})
+    assert ask(server, machine, order) == [Signalled((), is_reached=False)]
+    assert machine.child_runs
+
+
+def test_a_right_that_the_laboratory_lacks_is_named_as_a_rule(server: KubernetesServer) -> None:
+    server.rights["launcher"] = {("list", "pods"), ("delete", "pods")}
+
+    async def check(user: str) -> None:
+        async with Client(server.access(user)) as client:
+            await check_rights(client, RIGHTS, namespace="runs")
+
+    asyncio.run(check("admin"))
+    with pytest.raises(ApiError, match=r"a Role needs verbs \[get, create\] on pods/exec in API group ''"):
+        asyncio.run(check("launcher"))
