@@ -7,8 +7,8 @@ gloo, as a training call does (`training/pipeline.py`). The cases take turns, so
 the machine; medians are reported. `bound` is the formula. Two numbers say which part of a pass the stages are idle:
 
     waited      the seconds that they wait for each other; on a machine with other work also because of that
-    replayed    what they would wait if each had its core for itself: their work has the measured processor time, and
-                begins when what it needs has ended
+    replayed    what they would wait if each had its core for itself: an action begins when those that it needs have
+                ended, and takes the median processor time of its kind in its stage (all micro-batches are alike)
 
 `tied` has one matrix for embedding and output projection, `tied, shards of 4` sums the gradients of every four
 micro-batches apart, as logical shards do.
@@ -256,7 +256,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 def replayed(case: Case, first: Sequence[float], last: Sequence[float]) -> float:
     """Idle part of both stages if each action begins when those that it needs have ended."""
-    queues = [deque(zip(*each, strict=True)) for each in zip(case.actions, (first, last), strict=True)]
+    queues = [deque(_typical(*each)) for each in zip(case.actions, (first, last), strict=True)]
+    busy = sum(seconds for queue in queues for _, seconds in queue)
     ended: dict[tuple[int, Action], float] = {}
     now = [0.0, 0.0]
     while any(queues):
@@ -265,7 +266,16 @@ def replayed(case: Case, first: Sequence[float], last: Sequence[float]) -> float
                 action, seconds = queue.popleft()
                 now[stage] = max(now[stage], 0.0 if needed is None else ended[needed]) + seconds
                 ended[stage, action] = now[stage]
-    return 1 - (sum(first) + sum(last)) / (2 * max(now))
+    return 1 - busy / (2 * max(now))
+
+
+def _typical(actions: Sequence[Action], seconds: Sequence[float]) -> list[tuple[Action, float]]:
+    """Actions with the median of the times of their kind."""
+    kinds: dict[Work, list[float]] = {}
+    for action, each in zip(actions, seconds, strict=True):
+        kinds.setdefault(action.work, []).append(each)
+    medians = {kind: statistics.median(found) for kind, found in kinds.items()}
+    return [(action, medians[action.work]) for action in actions]
 
 
 def _needed(stage: int, action: Action) -> tuple[int, Action] | None:

@@ -26,7 +26,7 @@ import msgspec
 import xxhash
 
 from kintsugi.checkpoint.manifest import MANIFEST_FILE, StoredFile, decode_manifest
-from kintsugi.checkpoint.store import Checkpoint, arriving_folder, keep_checkpoint
+from kintsugi.checkpoint.store import Checkpoint, keep_checkpoint, unfinished_folder
 from kintsugi.errors import ConfigError, StorageError
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.disk import write_atomically
@@ -182,7 +182,7 @@ class CheckpointCopies:
         folder = f"{self._folder}/{name}"
         manifest = self._system.cat_file(f"{folder}/{MANIFEST_FILE}")
         contents, _ = decode_manifest(manifest, path=Path(folder) / MANIFEST_FILE)
-        arriving = arriving_folder(self._checkpoints, step=contents.step)
+        arriving = unfinished_folder(self._checkpoints, step=contents.step)
         arriving.mkdir(parents=True, exist_ok=True)
         for file in contents.files:
             with (arriving / file).open("wb") as output:

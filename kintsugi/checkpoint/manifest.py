@@ -8,7 +8,7 @@ import msgspec
 import xxhash
 
 from kintsugi.errors import DataDamaged, StorageError
-from kintsugi.model.tensor_file import DTYPES, TensorPlace
+from kintsugi.model.tensor_file import DTYPES, TensorPlace, stored_dtype
 from kintsugi.types import Piece, PieceKind
 
 MANIFEST_FILE = "manifest.json"
@@ -74,3 +74,17 @@ def describe_tensor(place: TensorPlace, *, digest: str) -> Piece:
         size=place.size,
         digest=digest,
     )
+
+
+def stored_places(file: StoredFile, *, path: Path) -> list[TensorPlace]:
+    """Places of the tensors of a file, by offset; StorageError for a tensor that this program never writes."""
+    try:
+        places = [
+            TensorPlace(piece.name, stored_dtype(piece.dtype), piece.shape, piece.offset, piece.size)
+            for piece in file.pieces
+        ]
+    except KeyError as error:
+        raise StorageError(
+            f"{path}: expected a dtype of {', '.join(DTYPES.values())}, got {error}"
+        ) from error
+    return sorted(places, key=lambda place: place.offset)

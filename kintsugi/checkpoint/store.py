@@ -19,11 +19,11 @@ the device writes those before: at most `ahead_bytes` are in the page cache only
 state. The more may be there, the sooner all tensors have been read, and the longer the sync after that. Files are read
 back from the device, not from that cache.
 
-A state that is cut into boxes (`model/seats.py`) is written by one rank of each box into the same hidden folder. The
-rank that was asked to save writes the rest when the others are done: the Hugging Face files, from the boxes, and the
-manifest, with the digests that the other ranks computed as they wrote. A tensor that lies in several boxes is stored in
-parts: "weights/lm_head.weight@4096" begins at element 4,096. Any layout of ranks can load such a checkpoint, as it can
-load one in a single file.
+A state that is cut into boxes (`model/seats.py`) is written by one rank of each box into the same hidden folder, to
+which ranks on other hosts bring theirs. The rank that was asked to save writes the rest when the others are done: the
+Hugging Face files, from the boxes, and the manifest, with the digests that the other ranks computed as they wrote. A
+tensor that lies in several boxes is stored in parts: "weights/lm_head.weight@4096" begins at element 4,096. Any layout
+of ranks can load such a checkpoint, as it can load one in a single file.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from kintsugi.checkpoint.manifest import (
     decode_manifest,
     describe_tensor,
     encode_manifest,
+    stored_places,
 )
 from kintsugi.errors import DataDamaged, RefusedError, StorageError
 from kintsugi.model.arrays import Array, flat_bytes, from_buffer
@@ -127,8 +128,19 @@ OnBytes = Callable[[int], object]
 """Called with the size of every piece that was written or read; what it raises ends the save or the load."""
 
 
+Obtain = Callable[[Sequence[str]], object]
+"""Called with the names of files of a checkpoint before they are read: on another host they are fetched then."""
+Bring = Callable[[Path, Sequence[str]], Checkpoint]
+"""Brings these files of a folder to another host, where they are verified with those that other ranks have brought, and
+the checkpoint is put into its place."""
+
+
 def _ignore(size: int) -> None:
     """Default of `OnBytes`."""
+
+
+def _is_here(names: Sequence[str]) -> None:
+    """Default of `Obtain`."""
 
 
 def _log_damage(path: Path, reason: str) -> None:
@@ -151,10 +163,11 @@ def save_checkpoint(
     ahead_bytes: int = FLUSH_BYTES,
     seat: Seat = WHOLE,
     others: OtherBoxes | None = None,
+    bring: Bring | None = None,
 ) -> Checkpoint:
     """Write and verify a checkpoint, then remove old ones. `model_files`: name and contents of the Hugging Face files.
     With several boxes `state` is that of the `seat`; the `others` are written by other ranks, and the model files are
-    taken when all boxes are in the folder.
+    taken when all boxes are in the folder. With `bring` only the writing is done here.
 
     Of `best_steps`, the first that has a checkpoint is kept too, however old.
     `on_read` is called as soon as all tensors have been read: they may change while the files are synced and verified.
@@ -169,22 +182,29 @@ def save_checkpoint(
         disk.mkdir(folder)
     with _alone(folder, disk=disk):
         _clear_leftovers(folder, disk=disk)
-        unfinished = folder / f".saving-step-{step:06d}"
+        unfinished = unfinished_folder(folder, step=step)
         trainer_files = _trainer_files(step=step, stage=stage, state=state, extra=extra, seat=seat)
         stored: dict[str, StoredFile] = {}
+        boxes: dict[str, StoredFile] = {}
+        """Files that other ranks have written."""
 
         def all_boxes() -> Iterator[tuple[str, FileContent]]:
             assert others is not None
             others.ask(unfinished)
             yield from trainer_files
             on_read()
-            stored.update(others.wait())
+            boxes.update(others.wait())
+            if bring is None:  # What came from other hosts was only written.
+                _sync_files(unfinished, boxes, disk=disk)
+            stored.update(boxes)
             yield from model_files
 
         files = chain(model_files, trainer_files) if others is None else all_boxes()
         try:
             writer = _Writer(unfinished, disk=disk, on_bytes=on_bytes, ahead_bytes=ahead_bytes)
             writer.write(files, step=step, stage=stage, stored=stored, on_read=on_read)
+            if bring is not None:
+                return bring(unfinished, [*(name for name in stored if name not in boxes), MANIFEST_FILE])
             written = verify(unfinished, disk=disk, on_bytes=on_bytes, uncached=True)
             checkpoint = _put_in_place(written, folder=folder, disk=disk)
         finally:
@@ -207,35 +227,44 @@ def write_box(
 ) -> tuple[str, StoredFile]:
     """Write the box of this rank into the folder of a checkpoint that another rank saves, and make it durable; return
     its entry in the manifest."""
+    with storage_errors(str(folder)):
+        disk.mkdir(folder)
     writer = _Writer(folder, disk=disk, on_bytes=on_bytes, ahead_bytes=ahead_bytes)
     name = state_file(seat)
     return name, writer.write_one(name, TensorFile(state), on_read=on_read)
 
 
-ARRIVING = ".saving-arriving-step-"
-"""Begin of the name of a folder whose files are on their way from another host."""
+UNFINISHED = ".saving-step-"
+"""Begin of the name of a folder in which a checkpoint is written, or arrives from other hosts."""
 
 
-def arriving_folder(folder: Path, *, step: int) -> Path:
-    """Return where the files of a checkpoint arrive that another host has written."""
-    return folder / f"{ARRIVING}{step:06d}"
+def unfinished_folder(folder: Path, *, step: int) -> Path:
+    """Return where the files of a checkpoint are before all of them are there and verified."""
+    return folder / f"{UNFINISHED}{step:06d}"
 
 
 def keep_checkpoint(
     folder: Path, *, step: int, keep: int, best_steps: Sequence[int] = (), disk: Disk = SYSTEM_DISK
 ) -> Checkpoint:
     """Verify a checkpoint whose files have arrived, put it in place, and remove old ones as `save_checkpoint` does.
+    Files that its manifest does not name are those of an earlier save of this step, and removed.
 
-    StorageError if a file is missing or damaged: the files that have arrived are removed then.
+    StorageError if a file is missing or damaged, or there are boxes of several states: what has arrived is removed.
     """
     assert keep >= 1, f"a save that keeps {keep} checkpoints would remove itself"
-    arrived = arriving_folder(folder, step=step)
+    arrived = unfinished_folder(folder, step=step)
     with _alone(folder, disk=disk):
         _clear_leftovers(folder, disk=disk, arriving_from=step)
         try:
+            contents, _ = _read_manifest(arrived, disk=disk)
+            if any(re.fullmatch(_BOX_FILE, name) for name in contents.files):
+                _state_files(arrived, contents=contents)
+            named = {MANIFEST_FILE, *contents.files}
             for name in _list(arrived, disk=disk):
-                with storage_errors(str(arrived / name)), closing(disk.open(arrived / name)) as file:
-                    file.sync()
+                if name not in named:
+                    with storage_errors(str(arrived / name)):
+                        disk.remove(arrived / name)
+            _sync_files(arrived, named, disk=disk)
             with storage_errors(str(arrived)):
                 disk.sync_folder(arrived)
             checkpoint = _put_in_place(verify(arrived, disk=disk, uncached=True), folder=folder, disk=disk)
@@ -249,14 +278,25 @@ def keep_checkpoint(
 
 class CheckpointState:
     """State of a checkpoint. Names, dtypes and shapes are known; the bytes are read straight into their place. Whether
-    it was saved in one file or in boxes, the whole of it can be read, or any box."""
+    it was saved in one file or in boxes, the whole of it can be read, or any box; files without a part of what is read
+    are not touched."""
 
     has_any_box, box = True, ""
 
-    def __init__(self, path: Path, *, contents: Contents, disk: Disk, on_bytes: OnBytes = _ignore) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        contents: Contents,
+        disk: Disk,
+        on_bytes: OnBytes = _ignore,
+        obtain: Obtain = _is_here,
+    ) -> None:
         self._path, self._contents, self._disk, self._on_bytes = path, contents, disk, on_bytes
+        self._obtain = obtain
         self._files = {
-            name: _tensor_places(path, name, disk=disk) for name in _state_files(path, contents=contents)
+            name: stored_places(contents.files[name], path=path / name)
+            for name in _state_files(path, contents=contents)
         }
         self._stored = _joined_parts(path, self._files)
         self.places: Mapping[str, TensorPlace] = _joined_slices(path, self._stored)
@@ -309,10 +349,15 @@ class CheckpointState:
         for name, array in into.items():
             base, first = _part(name)
             targets[base] = first * array.itemsize, flat_bytes(array)
-        for file, places in self._files.items():
-            needed = [each for each in map(_Source, places) if each.overlaps(targets)]
-            if needed:
-                self._read_file(file, deque(needed), targets)
+        sources = {file: [_Source(place) for place in places] for file, places in self._files.items()}
+        needed = {
+            file: deque(own)
+            for file, found in sources.items()
+            if (own := [each for each in found if each.overlaps(targets)])
+        }
+        self._obtain([*needed])
+        for file, ahead in needed.items():
+            self._read_file(file, ahead, targets)
 
     def _read_file(self, file: str, ahead: deque[_Source], targets: Mapping[str, tuple[int, Any]]) -> None:
         pieces = _read_verified(
@@ -465,13 +510,14 @@ def _joined(parts: Sequence[tuple[int, Any]]) -> Any:
 
 
 def load_checkpoint(
-    path: Path, *, disk: Disk = SYSTEM_DISK, on_bytes: OnBytes = _ignore
+    path: Path, *, disk: Disk = SYSTEM_DISK, on_bytes: OnBytes = _ignore, obtain: Obtain = _is_here
 ) -> tuple[CheckpointState, dict[str, Any]]:
     """Open the state and load the extra that were given to `save_checkpoint`; StorageError if they are damaged."""
+    obtain([MANIFEST_FILE, EXTRA_FILE])
     contents, _ = _read_manifest(path, disk=disk)
     parts = [bytes(piece) for _, piece in _read_verified(path, EXTRA_FILE, contents=contents, disk=disk)]
     extra = msgspec.json.decode(b"".join(parts), type=_Extra)
-    return CheckpointState(path, contents=contents, disk=disk, on_bytes=on_bytes), extra.extra
+    return CheckpointState(path, contents=contents, disk=disk, on_bytes=on_bytes, obtain=obtain), extra.extra
 
 
 def verify(
@@ -541,6 +587,13 @@ def _trainer_files(
     yield EXTRA_FILE, msgspec.json.format(msgspec.json.encode(_Extra(step, stage, dict(extra))))
 
 
+def _sync_files(folder: Path, names: Iterable[str], *, disk: Disk) -> None:
+    """Make files durable that others have written."""
+    for name in sorted(names):
+        with storage_errors(str(folder / name)), closing(disk.open(folder / name)) as file:
+            file.sync()
+
+
 class _Writer:
     """Writes the files of a checkpoint and makes them durable, the manifest last."""
 
@@ -583,6 +636,7 @@ class _Writer:
         path = self._folder / name
         with storage_errors(str(path)), closing(self._disk.open(path, create=True)) as file:
             stored = self._write_content(path, file, content)
+            file.truncate(stored.size)  # An earlier save of this step may have left a larger file.
             on_read()
             self._make_durable([(path, file)])
         return stored
@@ -717,7 +771,7 @@ def _clear_leftovers(folder: Path, *, disk: Disk, arriving_from: int | None = No
     """Remove what killed saves and removals have left; checkpoints of `arriving_from` and later steps may still be
     arriving."""
     for name in _list(folder, disk=disk):
-        step = name.removeprefix(ARRIVING)
+        step = name.removeprefix(UNFINISHED)
         is_arriving = arriving_from is not None and step.isdecimal() and int(step) >= arriving_from
         if name.startswith((".saving-", ".removed-")) and not is_arriving:
             with storage_errors(str(folder / name)):

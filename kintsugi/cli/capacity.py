@@ -297,7 +297,7 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
     def changed(**values: object) -> Config:
         return msgspec.structs.replace(config, actor=msgspec.structs.replace(actor, **values))
 
-    can_cut = not config.cluster.on and config.cluster.share_device != "offload"
+    can_cut = config.cluster.share_device != "offload"
     if can_cut and not any(stage.moves_reference or stage.has_critic for stage in stages(config)):
         for shards in range(actor.layout.shards + 1, actor.workers + 1):
             if actor.workers % (shards * actor.layout.model_ranks) == 0:

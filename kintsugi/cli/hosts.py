@@ -81,6 +81,19 @@ def placed(resolved: Resolved) -> Resolved:
     return msgspec.structs.replace(resolved, config=config)
 
 
+def placed_again(config: Config, before: Config) -> Config:
+    """Derive the same for a run that goes on with other machines than before, or on this one alone."""
+    from kintsugi.config.recipe import anchored
+
+    if config.cluster.on == before.cluster.on:
+        return config
+    alone = msgspec.structs.replace(config.cluster, hosts=1, slots=(), spare_hosts=0, address="")
+    config = anchored(msgspec.structs.replace(config, cluster=alone))
+    if not config.cluster.on:
+        return config
+    return msgspec.structs.replace(config, cluster=placed_cluster(config.cluster))
+
+
 def placed_cluster(cluster: ClusterSection) -> ClusterSection:
     """Return the section with what follows from its hosts file, or its engine. ConfigError names what is wrong."""
     match cluster.on:

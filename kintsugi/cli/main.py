@@ -323,7 +323,8 @@ def resume(
     """Resume a run that was stopped, failed or killed, from its last checkpoint.
 
     Overrides may change the number of steps, learning rate and schedule, clipping, temperature, evaluations, time
-    limits, `checkpoint.every`, logging and monitoring. With more steps, a finished run is extended, with its optimizer.
+    limits, `checkpoint.every`, logging, monitoring, the layout, and where it runs (`cluster.on`, `actor.workers`). With
+    more steps, a finished run is extended, with its optimizer.
     """
     from kintsugi.cli import slurm
     from kintsugi.cli.capacity import check_start

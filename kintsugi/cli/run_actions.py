@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from kintsugi.cli.hosts import placed_again
 from kintsugi.cli.output import counted
 from kintsugi.config.recipe import fields_of, given, load_config, shown
 from kintsugi.config.schema import Config
@@ -80,6 +81,7 @@ CHANGEABLE = (
     "algorithm.entropy_weight",
     "algorithm.clip_low",
     "algorithm.clip_high",
+    "actor.workers",
     "actor.layout.gather",
     "actor.layout.replicas",
     "actor.layout.shards",
@@ -102,6 +104,7 @@ CHANGEABLE = (
     "monitoring",
     "weights.deadline_s",
     "cluster.start_timeout_s",
+    "cluster.on",
     "cluster.slurm.nodes",
     "cluster.slurm.spare_nodes",
     "cluster.slurm.partition",
@@ -118,16 +121,11 @@ def change_config(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[
     before = load_config(RunFolder(folder).config_file)
     if not overrides:
         return before, []
-    after = given(before, overrides).config
+    asked = given(before, overrides).config
+    _check_changeable(before, asked, folder=folder)
+    after = placed_again(_with_parts_of_the_batch(asked, before), before)
     old, new = fields_of(before), fields_of(after)
     changed = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
-    for name in changed:
-        if name not in CHANGEABLE and name.partition(".")[0] not in CHANGEABLE:
-            raise ConfigError(
-                f"`{name}`: expected a field that a resume may change ({', '.join(CHANGEABLE)}), got "
-                f"{shown(new.get(name))}; with another value it is another run: "
-                f"`kintsugi train {RunFolder(folder).config_file} {name}=… run_dir=null`"
-            )
     done = reader.read_status(folder).step
     if (last := stages(after)[-1].last_step) < done:
         raise ConfigError(
@@ -137,6 +135,26 @@ def change_config(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[
     return after, [
         f"{name}: {shown(old.get(name))} until step {done}, then {shown(new.get(name))}" for name in changed
     ]
+
+
+def _check_changeable(before: Config, asked: Config, *, folder: Path) -> None:
+    old, new = fields_of(before), fields_of(asked)
+    for name in dict.fromkeys((*old, *new)):
+        may_change = name in CHANGEABLE or name.partition(".")[0] in CHANGEABLE
+        if old.get(name) != new.get(name) and not may_change:
+            raise ConfigError(
+                f"`{name}`: expected a field that a resume may change ({', '.join(CHANGEABLE)}), got "
+                f"{shown(new.get(name))}; with another value it is another run: "
+                f"`kintsugi train {RunFolder(folder).config_file} {name}=… run_dir=null`"
+            )
+
+
+def _with_parts_of_the_batch(asked: Config, before: Config) -> Config:
+    """Keep the parts of the batch, on which the result depends, where other workers are to compute them."""
+    if asked.actor.workers == before.actor.workers or asked.actor.logical_shards is not None:
+        return asked
+    actor = msgspec.structs.replace(asked.actor, logical_shards=before.actor.num_shards)
+    return msgspec.structs.replace(asked, actor=actor)
 
 
 def check_resumable(

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from kintsugi.bulk.endpoint import BulkEndpoint
 from kintsugi.bulk.files import FILE_PIECE_BYTES, DiskExport, fetch_piece
-from kintsugi.checkpoint.store import ARRIVING, arriving_folder, keep_checkpoint
+from kintsugi.checkpoint.store import UNFINISHED, keep_checkpoint, unfinished_folder
 from kintsugi.errors import DataDamaged, IntegrityError, KintsugiError, RefusedError
 from kintsugi.process.loop_calls import LoopCalls
 from kintsugi.protocol.hosts import CheckpointKept, FilesListed, KeepCheckpoint, ListFiles, StoreFile
@@ -28,7 +28,7 @@ from kintsugi.transport import Delivery
 from kintsugi.types import Role, role_of
 
 _FILE = re.compile(r"[\w-][\w.-]*")
-_FOLDER = re.compile(r"step-\d+(\.\d+)?")
+_FOLDER = re.compile(rf"(step-|{re.escape(UNFINISHED)})\d+(\.\d+)?")
 
 
 class Replies(Protocol):
@@ -101,7 +101,7 @@ class CheckpointReceiver:
             raise RefusedError(
                 f"{part.name} has {part.size} bytes, not {len(part.digests)} pieces from {part.offset} on"
             )
-        return arriving_folder(self._folder, step=part.step) / part.name
+        return unfinished_folder(self._folder, step=part.step) / part.name
 
     def _store(self, part: StoreFile, path: Path) -> Ok:
         """Body of a thread: bring one part of a file to its place."""
@@ -148,8 +148,9 @@ class CheckpointReceiver:
     # Checkpoints that are fetched.
 
     def _list(self, name: str) -> FilesListed:
-        """Offer a checkpoint. It stays offered, to any number of ranks, until its folder is removed."""
-        if _FOLDER.fullmatch(name) is None or name.startswith(ARRIVING):
+        """Offer a checkpoint, or what has arrived of one: the rank that writes the rest needs the weights of all boxes.
+        It stays offered, to any number of ranks, until its folder is removed."""
+        if _FOLDER.fullmatch(name) is None:
             raise RefusedError(f"expected the name of a checkpoint, got {name!r}")
         for other in [each for each in self._offered if not (self._folder / each).exists()]:
             self._bulk.server.withdraw(self._offered.pop(other).offer.export)

@@ -19,7 +19,6 @@ from importlib import metadata
 from pathlib import Path
 
 import msgspec
-import psutil
 
 import kintsugi
 from kintsugi.cluster.device_memory import read_devices
@@ -29,6 +28,7 @@ from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.hosts import HostFacts, HostVersions, RunFile
 from kintsugi.protocol.wire import Message
 from kintsugi.runtime.waits import wait_readable
+from kintsugi.telemetry.collect.cgroups import usable_memory_bytes
 from kintsugi.types import Peer, Role, process_id
 
 MOST_TICKET_BYTES = 65536
@@ -128,7 +128,7 @@ def facts_of_this_host(*, address: str, scratch: Path) -> HostFacts:
         address=address,
         versions=versions(),
         cores=len(os.sched_getaffinity(0)),
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=usable_memory_bytes(),
         gpus=tuple(device.name for device in read_devices()),
         wall=time.time(),
         free_bytes=disk.f_bavail * disk.f_frsize,
@@ -172,7 +172,7 @@ def why_refused(facts: HostFacts, needs: HostNeeds, *, now: float) -> str:
     if facts.memory_bytes < needs.memory_bytes:
         return (
             f"expected {needs.memory_bytes / 2**30:.1f} GiB of memory, as {needs.said_by} says, found "
-            f"{facts.memory_bytes / 2**30:.1f} GiB"
+            f"{facts.memory_bytes / 2**30:.1f} GiB that its processes may use"
         )
     if facts.free_bytes < needs.needed_bytes:
         return (

@@ -301,8 +301,6 @@ def _check_cut(run: _Candidate, field: str) -> None:
         raise run.error(field, "1, because a reference that moves is not cut")
     if run.config.cluster.share_device == "offload":
         raise run.error(field, "1, because `cluster.share_device=offload` moves whole states")
-    if run.config.cluster.on:
-        raise run.error(field, "1, because the hosts of `cluster.on` do not have the run folder")
     if layout.shards > 1 and (why := _why_critic_is_inexact(run)) is not None:
         raise run.error("actor.layout.shards", f"1, or a `critic.path`: {why}")
     if layout.model_ranks == 1:

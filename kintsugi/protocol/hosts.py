@@ -31,6 +31,7 @@ class HostFacts(msgspec.Struct, frozen=True):
     versions: HostVersions
     cores: int
     memory_bytes: int
+    """Memory that its processes may use: that of the machine, or of the control group in which they are started."""
     gpus: tuple[str, ...] = ()
     """Names of the accelerators."""
     wall: float = 0.0

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from kintsugi.checkpoint.store import save_checkpoint
+from kintsugi.checkpoint.store import Checkpoint, save_checkpoint
 from kintsugi.errors import DeadlineExceeded, Unfit
 from kintsugi.model.device_errors import as_world_error
 from kintsugi.model.tensor_file import FileContent
@@ -63,7 +64,7 @@ class CheckpointSaver:
         delivery: CheckpointDelivery | None = None,
     ) -> None:
         """`reply`, `fail` and `emit` are called in the background thread. With `delivery` a checkpoint is written on
-        this host and then brought to the run folder on another one."""
+        this host, and brought to the run folder on another one, where it is verified."""
         self._delivery = delivery
         self._model_files = model_files
         self._keep = keep
@@ -151,7 +152,7 @@ class CheckpointSaver:
             nonlocal num_bytes
             num_bytes += size
             COUNTERS.add("bytes_saved", size)
-            SAVE_PROGRESS.add(size / 2)  # Every byte is written, then read back.
+            SAVE_PROGRESS.add(size / 2)  # Every byte is written, then read back or brought to another host.
             held.hold.check()
 
         def on_read() -> None:
@@ -167,26 +168,41 @@ class CheckpointSaver:
             state=held.tensors,
             extra=msgspec.to_builtins(saved_counters(held)),
             model_files=self._model_files(held, others),
-            keep=self._keep if self._delivery is None else 1,
+            keep=self._keep,
             best_steps=request.best_steps,
             on_bytes=on_bytes,
             on_read=on_read,
             ahead_bytes=min(MOST_AHEAD_BYTES, int(AHEAD_SHARE * available_memory_bytes())),
             seat=held.seat,
             others=others,
+            bring=None if self._delivery is None else partial(self._bring, self._delivery, request, held),
         )
-        if self._delivery is not None:
-            checkpoint = self._delivery.deliver(
-                checkpoint, keep=self._keep, best_steps=request.best_steps, check=held.hold.check
-            )
         ended = SYSTEM_CLOCK.monotonic()
         timing = {
             "write": read_at - since,
             "verify": ended - read_at,
             "stall": held.hold.stalled_s,
-            "bytes": float(num_bytes // 2),
+            "bytes": float(num_bytes // 2 if self._delivery is None else num_bytes),
         }
         return Saved(checkpoint.step, str(checkpoint.path), checkpoint.digest, timing)
+
+    def _bring(
+        self,
+        delivery: CheckpointDelivery,
+        request: Save,
+        held: HeldState,
+        folder: Path,
+        names: Sequence[str],
+    ) -> Checkpoint:
+        return delivery.deliver(
+            folder,
+            names,
+            step=held.counters.step,
+            keep=self._keep,
+            best_steps=request.best_steps,
+            check=held.hold.check,
+            on_sent=lambda size: SAVE_PROGRESS.add(size / 2),
+        )
 
     def _report_stall(self, held: HeldState) -> None:
         stalled_s = held.hold.stalled_s

@@ -18,7 +18,7 @@ import msgspec
 
 from kintsugi.bulk.endpoint import BulkEndpoint, open_bulk
 from kintsugi.bulk.server import BulkServer
-from kintsugi.checkpoint.store import load_checkpoint, stored_weights
+from kintsugi.checkpoint.store import load_checkpoint, stored_weights, unfinished_folder
 from kintsugi.cluster.shared_memory import SegmentClient
 from kintsugi.config.recipe import load_config
 from kintsugi.config.schema import Config
@@ -187,7 +187,7 @@ class ModelWorker:
             emit=emit,
             delivery=delivery,
         )
-        self._box_saver = BoxSaver(reply=shell.reply, fail=shell.fail)
+        self._box_saver = BoxSaver(reply=shell.reply, fail=shell.fail, delivery=delivery)
         self._delivery = delivery
         self._peer_replica = PeerReplica(
             self._send_copy,
@@ -530,6 +530,8 @@ class ModelWorker:
                 num_ranks=self._config.actor.workers,
                 counters=held.counters,
                 check=held.hold.check,
+                destination=unfinished_folder(Path(request.folder), step=held.counters.step),
+                delivery=self._delivery,
             )
         self._saver.begin(delivery, request=request, held=own_tensors(held), others=others)
 
@@ -558,10 +560,12 @@ class ModelWorker:
 
     def _load_state(self, step: int, source: str) -> tuple[StoredState, CopyCounters]:
         if self._shell.peer(source) is None:
-            path = Path(source)
             if self._delivery is not None:
-                path = self._delivery.fetch(path, ask=self._ask, check=self._check)
-            stored, counters = load_checkpoint(path, on_bytes=lambda size: COUNTERS.add("bytes_loaded", size))
+                stored, counters = self._delivery.open(Path(source), ask=self._ask, check=self._check)
+            else:
+                stored, counters = load_checkpoint(
+                    Path(source), on_bytes=lambda size: COUNTERS.add("bytes_loaded", size)
+                )
             return stored, msgspec.convert(counters, CopyCounters)
         owner = self._shell.process if role_of(source) is Role.AGENT else ""
         return self._state_fetcher.open(step, replica=source, owner=owner, box=self._state.seat.box)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from kintsugi.lab.testbed import hosts, tools
+from kintsugi.lab.testbed import cgroups, hosts, tools
 from kintsugi.lab.testbed.process_tags import carriers
 from tests.cluster.tiny_runs import until
 
@@ -118,6 +118,24 @@ class SshHosts:
         deadline = time.monotonic() + 10
         while subprocess.run([*probe, program], capture_output=True, check=False).returncode != 0:
             assert time.monotonic() < deadline, (self._keys / f"{host}.log").read_text()
+
+    def limit_memory(self, host: str, *, limit_bytes: int) -> Path:
+        """Put what is started on a host from now on into a control group; return it. It is removed after the host is
+        powered off."""
+        (inner,) = self._inner_pids(host)
+        memory = cgroups.hierarchy("memory")
+        assert memory is not None, "the test is skipped without"
+        group = memory.new_path(inner)
+        group.mkdir()
+        limit = "memory.max" if memory.version == 2 else "memory.limit_in_bytes"
+        (group / limit).write_text(str(limit_bytes))
+        (group / "cgroup.procs").write_text(str(inner))
+        return group
+
+    def _inner_pids(self, host: str) -> list[int]:
+        """The first process of a host, as seen from this machine."""
+        pid = self._machines[host].pid
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def power_off(self, host: str) -> None:
         """End everything on a host at once."""
@@ -225,8 +243,7 @@ class SshHosts:
 
     def supervisors_of(self, host: str) -> list[int]:
         """Pids, on this machine, of the supervisors on a host."""
-        machine = self._machines[host]
-        (inner,) = Path(f"/proc/{machine.pid}/task/{machine.pid}/children").read_text().split()
+        (inner,) = self._inner_pids(host)
         namespace = os.readlink(f"/proc/{inner}/ns/pid")
         return [
             pid
@@ -236,8 +253,7 @@ class SshHosts:
 
     def scratch_folder(self, host: str) -> Path:
         """Folder of the scratch folders of a host, as seen from this machine."""
-        machine = self._machines[host]
-        (inner,) = Path(f"/proc/{machine.pid}/task/{machine.pid}/children").read_text().split()
+        (inner,) = self._inner_pids(host)
         return Path(f"/proc/{inner}/root{self.runs}/scratch")
 
     def scratch_of(self, host: str) -> list[str]:

@@ -265,6 +265,18 @@ def test_three_nodes_end_in_the_bits_of_one_machine_and_nothing_is_left_on_any(
     cluster.assert_nothing_left()
 
 
+def test_a_model_that_is_cut_over_three_nodes_ends_in_the_bits_of_one_machine(
+    cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
+) -> None:
+    """The first node has the run folder; the ranks of the others bring their parts of checkpoints there."""
+    command, run_dir = start(cluster, "cut", "actor.workers=4", "actor.layout.shards=4")
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    saved = sorted(path.name for path in (run_dir / "checkpoints" / "step-000007").glob("trainer-*"))
+    assert saved == [f"trainer-{box:05d}-of-00004.safetensors" for box in range(1, 5)]
+    cluster.assert_nothing_left()
+
+
 def test_a_killed_slurmd_with_its_step_is_replaced_by_the_spare_node_within_ten_seconds(
     cluster: SlurmCluster, all_idle: None, weights_of_one_machine: str
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from kintsugi.diagnosis.diagnose import diagnose
 from kintsugi.diagnosis.verdict import FaultKind
+from kintsugi.lab.testbed import cgroups
 from kintsugi.page.timeline import clock_offsets
 from kintsugi.run_folder.reader import Launcher
 from kintsugi.telemetry.events import Alert, Span, read_events
@@ -383,6 +384,28 @@ def test_a_host_that_can_not_take_part_is_named_within_seconds_and_nothing_is_le
     assert said in output and "host-" in output, output
     assert time.monotonic() - since < 40.0
     machines.assert_nothing_left()
+
+
+@pytest.mark.hosts
+@pytest.mark.skipif(cgroups.missing("memory") is not None, reason=str(cgroups.missing("memory")))
+def test_a_host_that_lies_about_its_memory_is_refused_by_name(machines: SshHosts) -> None:
+    """The machine has the memory that the hosts file says; the control group of its processes does not."""
+    group = machines.limit_memory("host-1", limit_bytes=1 << 30)
+    try:
+        path = machines.hosts_file("memory_gib=2", name="lies.txt")
+        said = "expected 2.0 GiB of memory, as the hosts file says, found 1.0 GiB that its processes may use"
+        code, output = machines.ask("hosts", "--on", str(path))
+        assert code == 1 and said in output, output
+        code, output = machines.ask(
+            "train", "recipe.yaml", f"run_dir={machines.runs}/lies", "--on", str(path)
+        )
+        assert code != 0 and said in output and "host-1" in output, output
+        machines.assert_nothing_left()
+    finally:
+        machines.power_off("host-1")
+        until(lambda: not (group / "cgroup.procs").read_text(), "the end of its processes", timeout_s=20.0)
+        group.rmdir()
+        machines.power_on("host-1")
 
 
 @pytest.mark.hosts

@@ -79,6 +79,7 @@ ALLOWED = {
         "remote.connect(target)",
     ): "our own method; its answer is awaited through runtime.wait",
     ("lab/injector/injector.py", "self._run.remote.connect(host)"): "the same method",
+    ("lab/scenarios/runner.py", "run.remote.connect(host)"): "the same method",
     (
         "model/sliced_logprobs.py",
         "(of_slice - rest).gather(0, settings.owners(targets)[None])",

@@ -31,6 +31,8 @@ from kintsugi.lab.scenarios.experiments import BASELINE_STEPS, FIRST_STEPS, Load
 from kintsugi.lab.scenarios.outcome import ObservedOutcome, format_record, record_of
 from kintsugi.lab.scenarios.records import RUNS_FILE, RunRecord, RunsFile, host_facts, now_as_text, write_json
 from kintsugi.lab.scenarios.system import System, system_for
+from kintsugi.lab.testbed.remote_hosts import HERE
+from kintsugi.lab.testbed.run import MarkedRun
 from kintsugi.lab.testbed.watch import RunWatch, StepCommit
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.waits import join, wait
@@ -165,7 +167,10 @@ class ScenarioRun:
         run.start()
         faults = ", ".join(format_fault(fault) for fault in self._faults_planned)
         self._progress.line(f"started: {self._last_step} steps; to be injected: {faults}")
-        follow(lambda: watch.step >= 1, "the first step", START_TIMEOUT_S)
+        start_s = START_TIMEOUT_S
+        if run.remote is not None:
+            start_s += run.config.cluster.start_timeout_s
+        follow(lambda: self._reaches_hosts(run) and watch.step >= 1, "the first step", start_s)
         with self._faults(system):
             last = FIRST_STEPS + BASELINE_STEPS
             follow(lambda: watch.step >= last, f"{last} steps without a fault", START_TIMEOUT_S)
@@ -183,6 +188,14 @@ class ScenarioRun:
                 self._interrupt(system, watch, step_s=step_s, timeout_s=timeout_s)
         watch.look(force=True)
         self._progress.line(f"the run ended at step {watch.step} of {self._last_step}")
+
+    def _reaches_hosts(self, run: MarkedRun) -> bool:
+        """Connect to the other machines of all faults, while the run starts; later it could take longer than the steps
+        before a fault."""
+        if run.remote is None:
+            return True
+        hosts = {run.remote.host_of(fault.target) for fault in self._faults_planned} - {HERE}
+        return all(run.remote.connect(host) for host in hosts)
 
     @property
     def _faults_planned(self) -> tuple[Injection, ...]:

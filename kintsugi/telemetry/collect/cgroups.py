@@ -173,15 +173,26 @@ class ControlGroups:
 def available_memory_bytes() -> int:
     """Return how much memory this process may still use: what the host has, and what its control group is allowed."""
     available = int(psutil.virtual_memory().available)
-    groups = ControlGroups()
-    try:
-        allowance = groups.allowance(groups.of(os.getpid()))
-    except OSError:
-        return available
+    allowance = _own_allowance()
     if allowance.memory_limit_bytes is None:
         return available
     left = allowance.memory_limit_bytes - (allowance.memory_used_bytes or 0.0)
     return min(available, max(0, int(left)))
+
+
+def usable_memory_bytes() -> int:
+    """Return how much memory the processes of a group like this one have together: that of the host, or the limit of
+    the control group in which an engine, a container or systemd has started this process."""
+    total, limit = int(psutil.virtual_memory().total), _own_allowance().memory_limit_bytes
+    return total if limit is None else min(total, int(limit))
+
+
+def _own_allowance() -> GroupAllowance:
+    groups = ControlGroups()
+    try:
+        return groups.allowance(groups.of(os.getpid()))
+    except OSError:
+        return GroupAllowance()
 
 
 def _used(folder: Path, unified: bool) -> float | None:

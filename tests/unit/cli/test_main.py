@@ -440,6 +440,40 @@ def test_a_resume_changes_nothing_that_belongs_to_the_past(
     assert message in result.errors
 
 
+def test_a_run_goes_on_with_other_workers_on_the_same_parts_of_a_batch(
+    kintsugi: Kintsugi, cluster: FakeCluster
+) -> None:
+    cluster.outcome = "stopped"
+    kintsugi("train", GRPO, "actor.workers=4", "actor.logical_shards=null", "run_dir=mine")
+    result = kintsugi("resume", "mine", "actor.workers=2")
+    assert result.code == 0, result.errors
+    assert "actor.logical_shards: nothing until step 1, then 4" in result.output
+    config, _, _ = cluster.launched[-1]
+    assert (config.actor.workers, config.actor.num_shards) == (2, 4)
+    result = kintsugi("resume", "mine", "actor.workers=3")
+    assert result.code == 2 and "expected a multiple of `actor.workers`=3" in result.errors
+
+
+def test_a_run_of_several_machines_goes_on_with_others_or_on_this_one_alone(
+    kintsugi: Kintsugi, cluster: FakeCluster
+) -> None:
+    cluster.outcome = "stopped"
+    Path("two.txt").write_text("a 198.51.100.7\nb 198.51.100.8 slots=2\n")
+    Path("one.txt").write_text("c 198.51.100.9\n")
+    kintsugi("train", GRPO, "run_dir=mine", "--on", "two.txt")
+    assert cluster.launched[-1][0].cluster.slots == (0, 1, 2)
+    result = kintsugi("resume", "mine", "cluster.on=one.txt")
+    assert result.code == 0, result.errors
+    moved = cluster.launched[-1][0].cluster
+    assert (Path(moved.on), moved.hosts, moved.slots) == (Path("one.txt").absolute(), 2, (0, 1))
+    result = kintsugi("resume", "mine", "cluster.on=''")
+    assert result.code == 0, result.errors
+    alone = cluster.launched[-1][0].cluster
+    assert (alone.on, alone.hosts, alone.slots, alone.address) == ("", 1, (), "")
+    result = kintsugi("resume", "mine", "cluster.hosts=3")
+    assert result.code == 2 and "`cluster.hosts`: expected a field that a resume may change" in result.errors
+
+
 def test_runs_are_sorted_filtered_and_tagged(kintsugi: Kintsugi, cluster: FakeCluster) -> None:
     kintsugi("train", GRPO, "run_dir=runs/b")
     cluster.outcome = "stopped"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from kintsugi.bulk import files
@@ -17,13 +16,11 @@ from kintsugi.bulk.exports import SLICE_BYTES
 from kintsugi.bulk.files import file_digests
 from kintsugi.checkpoint.store import (
     Checkpoint,
-    arriving_folder,
     keep_checkpoint,
-    save_checkpoint,
+    unfinished_folder,
     verify,
 )
 from kintsugi.cluster import checkpoint_receiver
-from kintsugi.cluster.checkpoint_receiver import CheckpointReceiver
 from kintsugi.errors import (
     Fault,
     GroupBroken,
@@ -38,93 +35,32 @@ from kintsugi.protocol.messages import Body
 from kintsugi.training import checkpoint_delivery
 from kintsugi.training.checkpoint_delivery import CheckpointDelivery
 from kintsugi.transport import Reply
-from tests.unit.bulk.loop import Loop
-from tests.unit.bulk.peers import Processes, processes
-
-PIECE_BYTES = 2 * SLICE_BYTES
-ELEMENTS = 5 * PIECE_BYTES // 4 + 3
-"""Float32 elements: six pieces in two parts, the last one of some bytes."""
-
-
-class Run:
-    """Agent beside the master with the run folder, and ranks of another host."""
-
-    def __init__(self, made: Processes, root: Path) -> None:
-        self.made, self.root = made, root
-        self.run_folder = root / "run"
-        self.loop = Loop()
-        self.requests: list[Body] = []
-        loop: Any = self.loop
-        self.receiver = CheckpointReceiver(loop, made.add("agent-0"), loop, folder=self.run_folder)
-
-    def ask(self, sender: str, body: Body) -> Reply:
-        """Answer a request of any thread."""
-        self.requests.append(body)
-        delivery = self.loop.delivery(sender, body)
-        self.receiver.handle(delivery)
-        try:
-            return Reply(self.loop.until_answered(delivery.envelope.sequence))
-        except StorageFull as error:
-            raise WorldError("full", cause=Fault("id", "StorageFull", "agent-0", "full", 0.0)) from error
-
-    def rank(self, name: str) -> CheckpointDelivery:
-        bulk = self.made.endpoints.get(name) or self.made.add(name)
-
-        def call(process: str, body: Body, *, deadline_s: float) -> Reply:
-            return self.ask(name, body)
-
-        folder = self.root / "host-1" / name
-        return CheckpointDelivery(call, bulk, process=name, agent="agent-0", folder=folder)
-
-    def fetch(self, rank: str, path: Path, **given: Any) -> Path:
-        return self.rank(rank).fetch(path, ask=lambda process, body: self.ask(rank, body), **given)
-
-    def checkpoint(self, folder: Path, step: int = 3) -> Checkpoint:
-        state = {"weights/a": np.arange(ELEMENTS, dtype=np.float32) * step, "empty": np.zeros(0, np.float32)}
-        return save_checkpoint(
-            folder, step=step, stage="grpo", state=state, extra={"step": step}, model_files=(), keep=2
-        )
-
-    def stored(self) -> list[tuple[str, int]]:
-        return [(body.name, body.offset) for body in self.requests if isinstance(body, StoreFile)]
+from tests.unit.cluster.delivering import (
+    ELEMENTS,
+    PIECE_BYTES,
+    Run,
+    contents,
+    fetch_all,
+    num_read,
+    opened_run,
+)
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    for module in (files, checkpoint_receiver, checkpoint_delivery):
-        monkeypatch.setattr(module, "FILE_PIECE_BYTES", PIECE_BYTES)
-    monkeypatch.setattr(checkpoint_delivery, "PART_BYTES", 4 * PIECE_BYTES)
-    with processes() as made:
-        yield Run(made, tmp_path)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
-def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the parts that are read for a transfer, from now on."""
-    sizes: list[int] = []
-    original = files.DiskExport.attempt_region
-
-    def counted(self: files.DiskExport, part: Any, remaining_s: float) -> Any:
-        sizes.append(part.size)
-        return original(self, part, remaining_s)
-
-    monkeypatch.setattr(files.DiskExport, "attempt_region", counted)
-    return sizes
+    with opened_run(tmp_path, monkeypatch) as opened:
+        yield opened
 
 
 def test_a_checkpoint_arrives_in_the_run_folder_as_it_was_written_and_no_message_carries_its_bytes(
     run: Run,
 ) -> None:
-    delivery = run.rank("model-0")
-    written = run.checkpoint(delivery.folder)
-    kept = delivery.deliver(written, keep=2, best_steps=())
+    written = run.checkpoint(run.root / "written")
+    kept = run.deliver("model-0", written.path)
     assert kept.path == run.run_folder / "step-000003"
     assert contents(kept.path) == contents(written.path)
     assert verify(kept.path).digest == written.digest
-    assert not arriving_folder(run.run_folder, step=3).exists()
+    assert not unfinished_folder(run.run_folder, step=3).exists()
     assert max(len(msgspec.msgpack.encode(body)) for body in run.requests) < 1000
 
 
@@ -138,19 +74,18 @@ def test_a_checkpoint_of_the_run_folder_is_fetched_by_several_ranks(run: Run) ->
 def test_a_save_that_another_rank_repeats_sends_only_what_has_not_arrived(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = run.rank("model-0"), run.rank("model-1")
-    written = run.checkpoint(first.folder)
-    repeated = run.checkpoint(second.folder)
+    written = run.checkpoint(run.root / "written")
+    repeated = run.checkpoint(run.root / "repeated")
 
     def check() -> None:
         if len(run.loop.replies) >= 3:  # Two small files, and a part of the large one.
             raise RefusedError("this process ends")
 
     with pytest.raises(RefusedError, match="this process ends"):
-        first.deliver(written, keep=2, best_steps=(), check=check)
+        run.deliver("model-0", written.path, check=check)
     run.made.kill("model-0")
     read = num_read(monkeypatch)
-    kept = second.deliver(repeated, keep=2, best_steps=())
+    kept = run.deliver("model-1", repeated.path)
     assert kept.digest == written.digest == verify(kept.path).digest
     assert sum(read) < ELEMENTS * 4
 
@@ -169,10 +104,9 @@ def test_a_connection_that_ends_in_the_middle_of_a_piece_is_replaced_with_the_sa
         return original(self, part, remaining_s)
 
     monkeypatch.setattr(files.DiskExport, "attempt_region", ending)
-    delivery = run.rank("model-0")
     if direction == "deliver":
-        written = run.checkpoint(delivery.folder)
-        path = delivery.deliver(written, keep=2, best_steps=()).path
+        written = run.checkpoint(run.root / "written")
+        path = run.deliver("model-0", written.path).path
     else:
         written = run.checkpoint(run.run_folder)
         path = run.fetch("model-0", written.path)
@@ -184,16 +118,16 @@ def test_a_fetch_that_was_given_up_goes_on_where_it_ended(run: Run, monkeypatch:
     delivery = run.rank("model-0")
 
     def given_up() -> None:
-        if len(delivery._arrived) >= 3:  # Two small files, and a piece of the large one.
+        if any(index == 2 for index, _ in delivery._arrived):  # A piece of the large file.
             raise GroupBroken("a rank was lost")
 
     def ask(process: str, body: Body) -> Reply:
         return run.ask("model-0", body)
 
     with pytest.raises(GroupBroken, match="a rank was lost"):
-        delivery.fetch(saved.path, ask=ask, check=given_up)
+        fetch_all(delivery, saved.path, ask=ask, check=given_up)
     read = num_read(monkeypatch)
-    assert contents(delivery.fetch(saved.path, ask=ask)) == contents(saved.path)
+    assert contents(fetch_all(delivery, saved.path, ask=ask)) == contents(saved.path)
     assert sum(read) <= sum(map(len, contents(saved.path).values())) - PIECE_BYTES
 
 
@@ -204,9 +138,8 @@ def test_bytes_that_do_not_have_their_digest_are_refused_and_named(
         return tuple("0" * 16 for _ in file_digests(path, offset=offset, size=size))
 
     monkeypatch.setattr(checkpoint_delivery, "file_digests", wrong)
-    delivery = run.rank("model-0")
     with pytest.raises(StorageError, match="from model-0: expected xxh3 0000000000000000 at 0"):
-        delivery.deliver(run.checkpoint(delivery.folder), keep=2, best_steps=())
+        run.deliver("model-0", run.checkpoint(run.root / "written").path)
     assert not list(run.run_folder.glob("step-*"))
 
 
@@ -236,7 +169,7 @@ def test_a_part_that_its_sender_may_not_store_is_refused_before_anything_is_writ
     assert not run.run_folder.exists()
 
 
-@pytest.mark.parametrize("name", ["..", ".saving-step-000003", "step-x", "step-000003/../.."])
+@pytest.mark.parametrize("name", ["..", ".removed-step-000003", "step-x", "step-000003/../.."])
 def test_only_folders_of_checkpoints_are_offered(run: Run, name: str) -> None:
     with pytest.raises(RefusedError, match="expected the name of a checkpoint"):
         run.ask("model-0", ListFiles(name))
@@ -254,9 +187,8 @@ def test_a_checkpoint_that_was_given_up_on_its_way_is_not_kept(run: Run) -> None
         if run.requests:
             raise RefusedError("the save of step 3 was given up: a rollback")
 
-    delivery = run.rank("model-0")
     with pytest.raises(RefusedError, match="given up: a rollback"):
-        delivery.deliver(run.checkpoint(delivery.folder), keep=2, best_steps=(), check=check)
+        run.deliver("model-0", run.checkpoint(run.root / "written").path, check=check)
     assert not any(isinstance(body, KeepCheckpoint) for body in run.requests)
     assert not list(run.run_folder.glob("step-*"))
     assert not run.made.endpoints["model-0"].server._exports.by_name
@@ -280,9 +212,9 @@ def test_a_disk_that_fails_beside_the_master_is_a_failure_of_storage(
     def call(body: Body) -> Reply:
         raise WorldError("no space left", cause=Fault("id", kind, "agent-0", "no space left", 0.0))
 
-    delivery = delivery_with(run, call)
+    run.ranks["model-0"] = delivery_with(run, call)
     with pytest.raises(StorageError, match="no space left") as caught:
-        delivery.deliver(run.checkpoint(delivery.folder), keep=2, best_steps=())
+        run.deliver("model-0", run.checkpoint(run.root / "written").path)
     assert type(caught.value) is expected
 
 
@@ -298,9 +230,9 @@ def test_a_part_is_brought_again_while_the_agent_beside_the_master_is_replaced(
             raise ProcessDied("agent-0: killed")
         return run.ask("model-0", body)
 
-    delivery = delivery_with(run, call)
-    written = run.checkpoint(delivery.folder)
-    assert delivery.deliver(written, keep=2, best_steps=()).digest == written.digest
+    run.ranks["model-0"] = delivery_with(run, call)
+    written = run.checkpoint(run.root / "written")
+    assert run.deliver("model-0", written.path).digest == written.digest
     assert len(died) == 3
 
 
@@ -321,8 +253,8 @@ def test_a_file_that_shrinks_while_it_is_offered_ends_the_transfer(run: Run) -> 
 
 
 def test_files_do_not_change_while_they_are_verified(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    delivery, goes_on = run.rank("model-0"), threading.Event()
-    written = run.checkpoint(delivery.folder)
+    goes_on = threading.Event()
+    written = run.checkpoint(run.root / "written")
 
     def slowly(folder: Path, **given: Any) -> Checkpoint:
         assert goes_on.wait(20)
@@ -347,16 +279,15 @@ def test_files_do_not_change_while_they_are_verified(run: Run, monkeypatch: pyte
             goes_on.set()
 
     monkeypatch.setattr(run.receiver, "handle", handle)
-    kept = delivery.deliver(written, keep=2, best_steps=())
+    kept = run.deliver("model-0", written.path)
     assert len(refused) == 2
     assert kept.digest == written.digest
 
 
 def test_what_a_killed_rank_has_sent_is_removed_when_a_later_checkpoint_is_kept(run: Run) -> None:
     for step in (2, 5):
-        arriving_folder(run.run_folder, step=step).mkdir(parents=True)
-    delivery = run.rank("model-0")
-    kept = delivery.deliver(run.checkpoint(delivery.folder), keep=2, best_steps=())
+        unfinished_folder(run.run_folder, step=step).mkdir(parents=True)
+    kept = run.deliver("model-0", run.checkpoint(run.root / "written").path)
     assert kept.path == run.run_folder / "step-000003"
-    assert not arriving_folder(run.run_folder, step=2).exists()
-    assert arriving_folder(run.run_folder, step=5).exists()
+    assert not unfinished_folder(run.run_folder, step=2).exists()
+    assert unfinished_folder(run.run_folder, step=5).exists()

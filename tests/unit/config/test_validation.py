@@ -475,6 +475,13 @@ def test_what_pipeline_stages_do_not_allow_is_refused_by_name(
     assert all(part in message for part in parts), message
 
 
+@pytest.mark.parametrize(
+    "layout", [("actor.layout.shards=2",), ("actor.layout.stages=2", "actor.logical_shards=2")]
+)
+def test_a_state_can_be_cut_over_the_machines_of_a_hosts_file(layout: tuple[str, ...]) -> None:
+    validate(resolved("actor.workers=4", *layout, "cluster.on=hosts.txt", "cluster.hosts=3"))
+
+
 def test_stages_of_a_tied_model_are_valid_but_not_for_a_critic_that_would_begin_with_rounded_weights(
     tmp_path: Path,
 ) -> None:

@@ -13,6 +13,7 @@ from kintsugi.telemetry.collect.cgroups import (
     available_memory_bytes,
     groups_of,
     mounts,
+    usable_memory_bytes,
 )
 
 MOUNTINFO = """\
@@ -157,3 +158,15 @@ def test_available_memory_is_what_host_and_group_both_allow(
     monkeypatch.setattr("psutil.virtual_memory", Host)
     monkeypatch.setattr(ControlGroups, "allowance", lambda self, groups: GroupAllowance(limit, used))
     assert available_memory_bytes() == expected
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 64e9), (2e9, 2e9), (100e9, 64e9)])
+def test_a_host_has_the_memory_of_its_control_group_and_not_that_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, limit: float | None, expected: float
+) -> None:
+    class Host:
+        total = 64_000_000_000
+
+    monkeypatch.setattr("psutil.virtual_memory", Host)
+    monkeypatch.setattr(ControlGroups, "allowance", lambda self, groups: GroupAllowance(limit))
+    assert usable_memory_bytes() == expected

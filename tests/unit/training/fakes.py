@@ -35,6 +35,7 @@ from kintsugi.protocol.recovery import RankReady, RebuildGroup
 from kintsugi.protocol.rollout import FetchSamples, SamplesFetched
 from kintsugi.protocol.training import CallDone, CommitStep, RunCall, StartStage
 from kintsugi.protocol.wire import Envelope, MessageKind
+from kintsugi.training.checkpoint_delivery import CheckpointDelivery
 from kintsugi.training.initial_weights import load_model
 from kintsugi.training.state import TrainingState
 from kintsugi.training.torch_framework import TorchFramework
@@ -175,8 +176,10 @@ class Rank:
         segments: SnapshotSegments | None = None,
         config: Config = CONFIG,
         is_blank: bool = False,
+        delivery: CheckpointDelivery | None = None,
     ) -> None:
-        """`seed` is that of the initial weights; a blank rank has none yet."""
+        """`seed` is that of the initial weights; a blank rank has none yet. With `delivery` its host does not have the
+        run folder."""
         assert config.model.new is not None
         new = msgspec.structs.replace(config.model.new, seed=seed)
         model = load_model(
@@ -211,6 +214,7 @@ class Rank:
             segments=segments,
             renew=self._renew,
             is_blank=is_blank,
+            delivery=delivery,
         )
         if is_blank:
             self.state.fill_initial(_fill_with_nothing)
