@@ -44,7 +44,7 @@ from kintsugi.model.transformer import Transformer, initialize
 from kintsugi.training.batch import MicroBatch
 from kintsugi.training.group import Channel, Edge, Groups
 from kintsugi.training.initial_weights import new_model
-from kintsugi.training.objectives import BatchLoss
+from kintsugi.training.losses import BatchLoss
 from kintsugi.training.pipeline import Action, Work, completed, learning_pass, schedule
 from kintsugi.training.process_group import join_groups
 from kintsugi.training.tied_embedding import TiedGradient

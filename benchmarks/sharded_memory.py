@@ -1,11 +1,12 @@
 """Memory of a rank whose optimizer state is cut: bytes per parameter that stay resident, by number of shards.
 
     python benchmarks/sharded_memory.py [--model tiny|135m] [--dtype float32|bfloat16] [--shards 1 2 4]
+                                        [--gather step layer]
 
 One process per number of shards makes the model with random weights, takes it over as rank 0 does (weights, moments,
 gradient, weights to compute with), starts a stage, and writes every byte. Compared are the growth of its anonymous
 memory and of its shared memory (the snapshot slot of the committed state) with the number of parameters. Activations
-and what an update needs for a moment are not in it.
+and what an update needs for a moment are not in it; `layer_gathering.py` measures peaks, with ranks that compute.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def resident() -> dict[str, int]:
     return {name: int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem")}
 
 
-def measure(model: str, *, dtype: str, shards: int) -> dict[str, float]:
+def measure(model: str, *, dtype: str, shards: int, gather: str) -> dict[str, float]:
     """Bytes per parameter of one rank, in this process."""
     torch.set_num_threads(1)
     stage = Stage(
@@ -81,7 +82,10 @@ def measure(model: str, *, dtype: str, shards: int) -> dict[str, float]:
     before = resident()
     whole = Transformer(MODELS[model])
     seat = seat_of("model-0", Mesh(shards))
-    state = TrainingState(whole, compute_dtype=getattr(torch, dtype), seat=seat)
+    state = TrainingState(
+        whole, compute_dtype=getattr(torch, dtype), seat=seat, gathers_layers=gather == "layer"
+    )
+    count = sum(parameter.numel() for parameter in whole.parameters())
     del whole
     gc.collect()
     state.start_stage(stage, step=0)
@@ -89,7 +93,6 @@ def measure(model: str, *, dtype: str, shards: int) -> dict[str, float]:
     state._live.add_(0.0)
     state.await_copy()
     after = resident()
-    count = state.gradient.numel()
     return {
         "parameters": count,
         "state": state._live.nbytes / count,
@@ -105,22 +108,28 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="135m")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--gather", choices=["step", "layer"], nargs="+", default=["step"])
     parser.add_argument("--measure", action="store_true", help="In this process, for one number of shards.")
     given = parser.parse_args()
     if given.measure:
-        found = measure(given.model, dtype=given.dtype, shards=given.shards[0])
+        found = measure(given.model, dtype=given.dtype, shards=given.shards[0], gather=given.gather[0])
         sys.stdout.write(json.dumps(found) + "\n")
         return
     for shards in given.shards:
-        command = [sys.executable, __file__, "--measure", "--model", given.model, "--dtype", given.dtype]
-        output = subprocess.run(
-            [*command, "--shards", str(shards)], check=True, capture_output=True, text=True, timeout=600
-        ).stdout
-        found = json.loads(output)
-        sizes = ", ".join(f"{name} {found[name]:.2f}" for name in ("state", "resident", "snapshot"))
-        about = f"{given.model} {given.dtype}, {found['parameters']:,} parameters, {shards} shards"
-        sys.stdout.write(f"{about}: {sizes} bytes per parameter\n")
-        sys.stdout.flush()
+        for gather in given.gather if shards > 1 else ["step"]:
+            command = [sys.executable, __file__, "--measure", "--model", given.model, "--dtype", given.dtype]
+            output = subprocess.run(
+                [*command, "--shards", str(shards), "--gather", gather],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=600,
+            ).stdout
+            found = json.loads(output)
+            sizes = ", ".join(f"{name} {found[name]:.2f}" for name in ("state", "resident", "snapshot"))
+            about = f"{given.model} {given.dtype}, {found['parameters']:,} parameters, {shards} shards"
+            sys.stdout.write(f"{about}, gathered by {gather}: {sizes} bytes per parameter\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -87,6 +87,11 @@ def _layout_lines(memory: RunMemory) -> Iterator[str]:
         f"{f'1/{mesh.boxes}' if mesh.model_ranks == 1 else 'at most a part'} of weights and moments "
         f"({gigabytes(most)} of {gigabytes(memory.state_bytes)})"
     )
+    if actor.layout.gathers_layers:
+        yield (
+            "           weights are gathered layer by layer: no rank has whole weights or a whole gradient, and "
+            "`actor.recompute` is implied"
+        )
     has_hosts = memory.config.cluster.hosts > 1
     for part, holders in _holders(memory.config).items():
         named = (f"{rank} ({host})" if has_hosts else rank for rank, host in holders.items())
@@ -298,6 +303,7 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
             if actor.workers % (shards * actor.layout.model_ranks) == 0:
                 layout = msgspec.structs.replace(actor.layout, shards=shards, replicas=None)
                 yield f"`actor.layout.shards={shards}`", changed(layout=layout)
+        yield from _gathered_layers(config)
         yield from _more_stages(config)
     sizes = [
         LEAST_MICRO_BATCH << power
@@ -326,6 +332,18 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
     if config.cluster.share_device != "offload" and config.generation.backend == "embedded":
         cluster = msgspec.structs.replace(config.cluster, share_device="offload")
         yield "`cluster.share_device=offload`", msgspec.structs.replace(config, cluster=cluster)
+
+
+def _gathered_layers(config: Config) -> Iterator[tuple[str, Config]]:
+    """The layout in which no rank has whole weights, with as many shards as there are workers."""
+    actor = config.actor
+    is_possible = actor.layout.model_ranks == actor.logical_slices == 1 and actor.framework == "torch"
+    if actor.workers > 1 and is_possible and not any(each.begins_as_actor for each in stages(config)[1:]):
+        layout = msgspec.structs.replace(actor.layout, shards=actor.workers, gather="layer", replicas=None)
+        yield (
+            f"`actor.layout.shards={actor.workers} actor.layout.gather=layer`",
+            msgspec.structs.replace(config, actor=msgspec.structs.replace(actor, layout=layout)),
+        )
 
 
 def _more_stages(config: Config) -> Iterator[tuple[str, Config]]:

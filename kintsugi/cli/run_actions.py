@@ -82,6 +82,7 @@ CHANGEABLE = (
     "algorithm.clip_low",
     "algorithm.clip_high",
     "actor.workers",
+    "actor.layout.gather",
     "actor.layout.replicas",
     "actor.layout.shards",
     "actor.layout.stages",

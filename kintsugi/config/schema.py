@@ -292,12 +292,17 @@ class LayoutSection(_Section, frozen=True):
 
     shards: int = 1
     """Parts into which master weights and optimizer moments are cut; each model worker holds and updates one of them.
-    Gradients and the weights to compute with stay whole on every worker. Does not change the result."""
+    Gradients and the weights to compute with stay whole on every worker, unless `gather` is `layer`. Does not change
+    the result."""
     stages: int = 1
     """Pipeline stages: parts into which the layers of every model are cut. A worker computes only the layers of its
     stage, and passes activations on. Does not change the result."""
     tensors: int = 1
     """Workers that compute each layer together."""
+    gather: Literal["step", "layer"] = "step"
+    """When workers gather the weights to compute with from the `shards`. `step`: all, after each update. `layer`: those
+    of a layer before it is computed, and no worker keeps them, nor whole gradients; each layer is computed again in
+    the backward pass, as with `recompute`. Does not change the result."""
     replicas: int | None = None
     """Model workers that hold the same part: `workers` / (`shards` × `stages` × `tensors`), which is the default. With
     2 or more the state of a lost worker comes from another one."""
@@ -311,6 +316,11 @@ class LayoutSection(_Section, frozen=True):
     def model_ranks(self) -> int:
         """Workers that compute the same samples together, each with a part of the model."""
         return self.stages * self.tensors
+
+    @property
+    def gathers_layers(self) -> bool:
+        """Whether no worker has whole weights: they are gathered layer by layer."""
+        return self.gather == "layer"
 
 
 class ActorSection(_Section, frozen=True):

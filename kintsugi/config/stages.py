@@ -53,6 +53,12 @@ class Stage(msgspec.Struct, frozen=True):
         return name == "dpo" or (beta > 0 and name not in ("sft", "reward_model"))
 
     @property
+    def begins_as_actor(self) -> bool:
+        """Whether its reference or its critic begins with the weights of the actor."""
+        from_actor = self.has_reference and self.reference.path is None
+        return from_actor or (self.has_critic and self.critic.path is None)
+
+    @property
     def takes_kl_off_reward(self) -> bool:
         """Whether the KL divergence to the reference is subtracted from the reward instead of added to the loss."""
         return self.has_reference and self.algorithm.kl_in == "reward"

@@ -283,6 +283,8 @@ def _check_layout(run: _Candidate) -> None:
         )
     if cut:
         _check_cut(run, next(iter(cut)))
+    if layout.gathers_layers:
+        _check_layer_gathering(run)
 
 
 def _why_critic_is_inexact(run: _Candidate) -> str | None:
@@ -315,6 +317,27 @@ def _check_cut(run: _Candidate, field: str) -> None:
             "weights.transport",
             f"auto or stream, because each of `{field}`={size} has a part of the weights",
         )
+
+
+def _check_layer_gathering(run: _Candidate) -> None:
+    """Check what needs whole weights on a rank."""
+    actor, field = run.config.actor, "actor.layout.gather"
+    if actor.layout.shards == 1:
+        raise run.error(field, "step, as with `actor.layout.shards`=1 every worker has all weights")
+    if actor.framework != "torch":
+        raise run.error(field, "step, because the MindSpore adapter computes with whole weights")
+    for name in ("layout.stages", "layout.tensors", "logical_slices"):
+        size = getattr(actor.layout, name.partition(".")[2]) if "." in name else actor.logical_slices
+        if size > 1:
+            raise run.error(field, f"step, because it is not combined with `actor.{name}`={size} yet")
+    for stage in run.stages[1:]:
+        if stage.begins_as_actor:
+            companion = "critic" if stage.has_critic and stage.critic.path is None else "reference"
+            raise run.error(
+                field,
+                f"step, or a `{companion}.path`, or no warm-up: the {companion} of {stage.name} begins as the "
+                "trained actor, of which no worker has whole weights",
+            )
 
 
 def _check_backend(run: _Candidate) -> None:

@@ -350,8 +350,10 @@ class Master:
 
     def _enter_ending(self, report: PhaseReport, now: float) -> None:
         self._enter(Phase.ENDING, now, f"{self._outcome()} after step {self.state.step}")
-        first = range(mesh_in_force(self.config, self.state).model_ranks)  # They hash one model together.
-        self.pending.ask_all({self._recovery.ranks[rank]: HashWeights() for rank in first}, now)
+        mesh, ranks = mesh_in_force(self.config, self.state), self._recovery.ranks
+        # They hash one model together.
+        together = ranks if self.config.actor.layout.gathers_layers else ranks[: mesh.model_ranks]
+        self.pending.ask_all({rank: HashWeights() for rank in together}, now)
 
     def _enter_ended(self, report: PhaseReport, now: float) -> None:
         faults = self._failure.causes

@@ -8,7 +8,9 @@ A rank holds, per trained parameter, 12 bytes of state (weights and two moments)
 in bfloat16, 2 of weights to compute with; then what one micro-batch takes. Of several shards it holds one part of the
 state, and always separate weights to compute with: 12 / shards + 4 + 2 (4 in float32). With pipeline stages only the
 parameters of its own layers count. A tied embedding counts for the last stage; the first one has a copy to compute
-with, and the last one keeps a gradient of it for each micro-batch that the first has not passed backward.
+with, and the last one keeps a gradient of it for each micro-batch that the first has not passed backward. Where
+weights are gathered layer by layer it holds (12 + 4) / shards, and of a few units at a time weights and gradients; the
+inputs of all layers are kept for all samples of the rank.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import msgspec
 from kintsugi.config.schema import LEARN_PAIRS, Config
 from kintsugi.config.stages import has_servers, stages
 from kintsugi.model.architecture import ModelConfig, num_parameters
-from kintsugi.model.partition import local_shapes, part_of
+from kintsugi.model.partition import layer_of, local_shapes, part_of
 from kintsugi.model.plan import Companions
 from kintsugi.model.seats import Seat, mesh_of, seat_of
 from kintsugi.model.tensor_slices import cut_axis
@@ -261,6 +263,8 @@ class RunMemory(msgspec.Struct, frozen=True):
 
     def _trained(self, seat: Seat) -> dict[str, int]:
         """State, gradients and compute weights of the trained models."""
+        if self.config.actor.layout.gathers_layers:
+            return self._trained_by_units(seat)
         actor = self.config.actor
         trained, critic = self.num_trained(seat), self._num_critic_of(seat)
         # Sums of shards that wait for others, one per level of their tree; one model is trained at a time.
@@ -277,6 +281,41 @@ class RunMemory(msgspec.Struct, frozen=True):
             size = self.model.vocab_size // seat.tensors * self.model.hidden_size
             found["tied embedding"] = matrices * self._width * size
         return found
+
+    def _trained_by_units(self, seat: Seat) -> dict[str, int]:
+        """The same where no rank has whole weights: the weights of a unit that is computed and of the next one, and
+        the gradients of it and of the one before, here and from other ranks, with sums of shards that wait."""
+        actor, critic = self.config.actor, self.companions.critic
+        models = [(self.model, self.companions.value_head), *([(critic, True)] if critic is not None else [])]
+        sizes = [size for each in models for size in self._unit_sizes(*each)]
+        largest, second = sorted(sizes)[-1:-3:-1]
+        waiting = (actor.num_shards // actor.data_parallel).bit_length() - 1
+        return {
+            "state": self.box_bytes(seat),
+            "gradient": -(-_GRADIENT_BYTES * self.num_trained(seat) // seat.shards),
+            "layers in use": self._width * (2 * largest + second)
+            + _GRADIENT_BYTES * ((2 + waiting) * largest + second),
+        }
+
+    def _unit_sizes(self, config: ModelConfig, with_value_head: bool) -> list[int]:
+        """Parameters of embedding, layers and head."""
+        sizes: dict[str, int] = {}
+        for name, shape in local_shapes(config, with_value_head=with_value_head).items():
+            layer = layer_of(name)
+            unit = str(layer) if layer is not None else "head" if "embed" not in name else "embedding"
+            sizes[unit] = sizes.get(unit, 0) + math.prod(shape)
+        return list(sizes.values())
+
+    @property
+    def _rank_tokens(self) -> int:
+        """Most tokens that a rank computes in one step."""
+        longest = self.config.generation.max_length
+        samples = max(
+            each.algorithm.batch_size
+            * (2 if each.algorithm.name in LEARN_PAIRS else each.algorithm.group_size)
+            for each in stages(self.config)
+        )
+        return -(-samples // self.config.actor.data_parallel) * longest
 
     def _frozen(self, seat: Seat) -> dict[str, int]:
         """Models that are only evaluated."""
@@ -314,8 +353,12 @@ class RunMemory(msgspec.Struct, frozen=True):
         vocab_size = model.vocab_size // seat.tensors
         output = vocab_size * model.hidden_size * (4 + width)
         pieces = 1 if actor.workers == 1 else 4
+        activations = at_once * max(most, longest) * (kept + ends)
+        if actor.layout.gathers_layers:
+            stream = width * model.hidden_size * (num_layers + 2)
+            activations = max(most, longest) * (layer + ends) + self._rank_tokens * stream
         found = {
-            "activations": at_once * max(most, longest) * (kept + ends),
+            "activations": activations,
             "logits": 3 * 4 * _LOGPROB_CHUNK_TOKENS * vocab_size + output,
             "exchange": pieces * min(_PIECE_BYTES, 4 * self.num_actor),
         }

@@ -35,9 +35,9 @@ class ModelPart(NamedTuple):
 
     def has(self, name: str) -> bool:
         """Whether a parameter belongs to it: each belongs to one stage."""
-        layer = _LAYER.match(name)
+        layer = layer_of(name)
         if layer is not None:
-            return int(layer[1]) in self.layers
+            return layer in self.layers
         is_at_begin = is_embedding(name) and not self.is_tied
         return self.is_first if is_at_begin else self.is_last
 
@@ -58,6 +58,16 @@ class ModelPart(NamedTuple):
 def is_embedding(name: str) -> bool:
     """Whether a parameter, or a slice of one, is the matrix of token embeddings."""
     return name.startswith(_EMBEDDING)
+
+
+def layer_of(name: str) -> int | None:
+    """Layer of a parameter; None for embedding, final norm and heads.
+
+    >>> layer_of("model.layers.3.mlp.up_proj.weight"), layer_of("model.norm.weight")
+    (3, None)
+    """
+    found = _LAYER.match(name)
+    return None if found is None else int(found[1])
 
 
 def part_of(config: ModelConfig, seat: Seat = WHOLE) -> ModelPart:

@@ -253,6 +253,9 @@ class Transformer(nn.Module):
         self.incoming: Tensor | None = None
         """Activations of the stage before, with which the next forward pass begins; None in the first stage, unless the
         tokens are embedded already."""
+        self.residual: Tensor | None = None
+        """Residual stream after the last layer, where the layers have been computed one at a time: the next forward
+        pass only normalizes it. None otherwise."""
         with torch.device("meta"):
             self.model = Decoder(config, part=self.part, dtype=dtype)
             self.lm_head: nn.Linear | None = None
@@ -289,14 +292,24 @@ class Transformer(nn.Module):
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, layout: PackedLayout) -> Tensor:
         """Final hidden states [tokens, hidden] of packed sequences, or those after this stage; differentiable."""
-        shared = PackedPass(
-            rotation_at(positions, frequencies=self.frequencies, config=self.config, dtype=self.dtype),
-            layout,
-            self.fused if has_kernels(next(self.parameters())) else UNFUSED,
-        )
+        if self.residual is not None:
+            _, output = self.model.norm(self.residual, None, fused=self._used.norm)
+            normalized: Tensor = output
+            return normalized
         recompute = self.recompute and torch.is_grad_enabled()
+        shared = self.shared_pass(positions, layout)
         hidden: Tensor = self.model(tokens, shared, recompute=recompute, incoming=self.incoming)
         return hidden
+
+    def shared_pass(self, positions: Tensor, layout: PackedLayout) -> PackedPass:
+        """Everything that the layers share in a forward pass of these sequences."""
+        rotation = rotation_at(positions, frequencies=self.frequencies, config=self.config, dtype=self.dtype)
+        return PackedPass(rotation, layout, self._used)
+
+    @property
+    def _used(self) -> FusedParts:
+        """Parts that are computed by kernels of their own."""
+        return self.fused if has_kernels(next(self.parameters())) else UNFUSED
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding, [tokens, hidden]."""

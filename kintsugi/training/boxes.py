@@ -18,7 +18,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -264,11 +265,18 @@ class Box:
         """Complete the weights of these models in the type in which they compute, from the boxes of all ranks. A
         collective: all ranks of the group take part."""
         self._check(group)
-        sources = sources_of(tuple(group.ranks), self.mesh or self.seat.mesh)
         for part in parts:
             for stretch in self.stretches(part):
                 for number in range(stretch.num_pieces):
-                    self._gather_piece(stretch, number, weights, into=into, group=group, sources=sources)
+                    pieces = [stretch.piece(shard, number) for shard in range(self.seat.shards)]
+                    exchange = self.piece_exchange(stretch, pieces, weights, dtype=into.dtype, group=group)
+                    incoming = group.all_to_all(
+                        exchange.own,
+                        sent=exchange.sent,
+                        received=exchange.received,
+                        timeout_s=GATHER_TIMEOUT_S,
+                    )
+                    exchange.place(incoming, into=into)
 
     def _check(self, group: Group) -> None:
         """Raise IntegrityError unless every box has a holder in the group."""
@@ -281,40 +289,53 @@ class Box:
                 f"found none for {', '.join(missing)}"
             )
 
-    def _gather_piece(
-        self,
-        stretch: Stretch,
-        number: int,
-        weights: Any,
-        *,
-        into: Any,
-        group: Group,
-        sources: Sequence[Sequence[int]],
-    ) -> None:
-        """Exchange one piece of every shard's part of a stretch."""
+    def piece_exchange(
+        self, stretch: Stretch, pieces: Sequence[range], weights: Any, *, dtype: Any, group: Group
+    ) -> PieceExchange:
+        """Exchange by which every rank of a group receives these elements of the shards' parts of a stretch, in the
+        type in which the models compute."""
         import torch  # No other framework cuts its state.
 
-        pieces = [stretch.piece(shard, number) for shard in range(self.seat.shards)]
-        itemsize, mine = into.element_size(), pieces[self.seat.shard]
+        sources = sources_of(tuple(group.ranks), self.mesh or self.seat.mesh)
+        mine = pieces[self.seat.shard]
         place = stretch.place + mine.start - stretch.own.start
-        own = weights[place : place + len(mine)].to(into.dtype).view(torch.uint8)
+        own = weights[place : place + len(mine)].to(dtype).view(torch.uint8)
         # Every rank holds one box, so the sources of a rank are as many ranks as there are boxes.
         takes = [found[self.seat.shard] == group.rank for found in sources]
         boxes = {source: shard for shard, source in enumerate(sources[group.rank])}
-        incoming = group.all_to_all(
+        return PieceExchange(
             own.repeat(sum(takes)),
             sent=[own.numel() if each else 0 for each in takes],
             received=[
-                itemsize * len(pieces[boxes[rank]]) if rank in boxes else 0 for rank in range(group.size)
+                dtype.itemsize * len(pieces[boxes[rank]]) if rank in boxes else 0
+                for rank in range(group.size)
             ],
-            timeout_s=GATHER_TIMEOUT_S,
+            elements=[pieces[boxes[rank]] for rank in sorted(boxes)],
         )
-        start = 0
-        for rank in sorted(boxes):
-            where = pieces[boxes[rank]]
+
+
+class PieceExchange(NamedTuple):
+    """Bytes that one rank sends and receives where a piece of the weights is gathered."""
+
+    own: Any
+    """This rank's part, once for each rank that takes it from here."""
+    sent: list[int]
+    received: list[int]
+    elements: list[range]
+    """Elements of the flat weights that arrive, in their order."""
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the elements arrive as they lie in the flat weights."""
+        return all(a.stop == b.start for a, b in pairwise(each for each in self.elements if each))
+
+    def place(self, incoming: Any, *, into: Any, first: int = 0) -> None:
+        """Put what arrived into the flat weights, or into a part of them that begins at element `first`."""
+        start, itemsize = 0, into.element_size()
+        for where in self.elements:
             end = start + itemsize * len(where)
             if where:
-                into[where.start : where.stop] = _typed(incoming[start:end], like=into)
+                into[where.start - first : where.stop - first] = _typed(incoming[start:end], like=into)
             start = end
 
 

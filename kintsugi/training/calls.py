@@ -184,17 +184,8 @@ class TrainingCalls(ABC):
         totals: list[Totals] = []
         updates: list[Update] = []
         for index in range(1 if waits else state.stage.algorithm.updates_per_step):
-            total = whole_batch(
-                call,
-                batches,
-                contribution=self._contributions(
-                    batches, call=call, objective=objective, groups=groups, learns=not waits
-                ),
-                groups=groups,
-                deterministic=self._deterministic,
-                result=result,
-                work="forward_backward",
-                cut=state.cut(objective.part, groups.data),
+            total = self._total(
+                call, batches, objective=objective, groups=groups, learns=not waits, result=result
             )
             with result.timed("device"):  # An accelerator has only been given its work so far.
                 totals.append(_named(total, objective))
@@ -221,6 +212,30 @@ class TrainingCalls(ABC):
         ):  # One of the ranks that compute these samples.
             COUNTERS.add("tokens_trained", sum(len(s.tokens) for samples in shards.values() for s in samples))
         return result
+
+    def _total(
+        self,
+        call: RunCall,
+        batches: Mapping[int, Sequence[Any]],
+        *,
+        objective: Objective,
+        groups: Groups,
+        learns: bool,
+        result: CallResult,
+    ) -> Contribution:
+        """Gradient and statistics of the whole batch; of the gradient what this rank updates. A collective."""
+        return whole_batch(
+            call,
+            batches,
+            contribution=self._contributions(
+                batches, call=call, objective=objective, groups=groups, learns=learns
+            ),
+            groups=groups,
+            deterministic=self._deterministic,
+            result=result,
+            work="forward_backward",
+            cut=self._rank_state.cut(objective.part, groups.data),
+        )
 
     def _cut(self, shards: Shards, *, kept: Kept = "learned") -> dict[int, list[Any]]:
         """Cut the samples into micro-batches by shard; in nondeterministic mode all are under the first shard."""

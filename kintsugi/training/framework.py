@@ -97,7 +97,8 @@ class Framework(Protocol):
         ...
 
     def joined_weights(self, state: RankState, groups: Groups) -> Mapping[str, Array]:
-        """Whole weights of this rank's layers, of which it may hold slices. A collective of the tensor ranks."""
+        """Whole weights of this rank's layers, of which it may hold slices or nothing. A collective of the tensor
+        ranks; where weights are gathered layer by layer, of all ranks, which read them in one order."""
         ...
 
     def device_publisher(self, config: Config, *, host: str) -> DevicePublisher | None:

@@ -108,6 +108,31 @@ def group_title(group_id: int, name: str = "") -> str:
     return f"generation {group_id}" + (f" ({name})" if name else "")
 
 
+class Exchange(Protocol):
+    """A collective that was started and runs in the background."""
+
+    def received(self, *, timeout_s: float) -> Any:
+        """Wait until it has ended, and return what was received. Called once."""
+        ...
+
+
+class Column(Group, Protocol):
+    """A group of ranks that exchange weights and gradients of one layer while they compute another one."""
+
+    def start_all_to_all(
+        self,
+        array: Any,
+        *,
+        sent: Sequence[int],
+        received: Sequence[int],
+        timeout_s: float,
+        into: Any | None = None,
+    ) -> Exchange:
+        """Start an `all_to_all`, into this memory if it is given. All ranks start their collectives in one order; the
+        array must not change before the result is there."""
+        ...
+
+
 class Channel(Group, Protocol):
     """A group of two ranks, in which the first one sends tensors to the second one."""
 

@@ -31,6 +31,14 @@ MAX_LOG_RATIO = 20.0
 a mask, is NaN and would spoil the gradient of the whole batch."""
 
 
+class BatchLoss(NamedTuple):
+    """A micro-batch's part of the mean loss of the batch, and its statistics."""
+
+    loss: Tensor
+    sums: Mapping[str, Tensor]
+    maxima: Mapping[str, Tensor]
+
+
 class TokenLosses(NamedTuple):
     """Losses per token or pair (0 where masked), and sums and maxima of statistics by name."""
 

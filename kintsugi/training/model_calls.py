@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,10 +25,10 @@ from kintsugi.training import advantages, losses, objectives
 from kintsugi.training.advantages import TokenAdvantages
 from kintsugi.training.batch import MicroBatch, cut
 from kintsugi.training.calls import COMMON_SUMS, CallResult, Shards, TrainingCalls, whole_batch
-from kintsugi.training.group import Groups
+from kintsugi.training.group import Column, Groups
 from kintsugi.training.initial_weights import load_reward_model
+from kintsugi.training.losses import BatchLoss
 from kintsugi.training.objective_metrics import Objective
-from kintsugi.training.objectives import BatchLoss
 from kintsugi.training.packing import BatchSample, Kept
 from kintsugi.training.pipeline import forward_pass, learning_pass, losses_alone
 from kintsugi.training.reduction import Contribution
@@ -40,6 +41,8 @@ from kintsugi.training.step_cache import (
     VALUES,
     StepCache,
 )
+from kintsugi.training.unit_gradients import Leaves
+from kintsugi.training.unit_pass import UnitPass
 
 
 class ModelCalls(TrainingCalls):
@@ -108,6 +111,73 @@ class ModelCalls(TrainingCalls):
             steps = losses_alone(model, in_order, groups=groups, loss=losses, check=self._check)
         return partial(self._contribution, steps=steps, objective=objective, learns=learns)
 
+    def _total(
+        self,
+        call: RunCall,
+        batches: Mapping[int, Sequence[MicroBatch]],
+        *,
+        objective: Objective,
+        groups: Groups,
+        learns: bool,
+        result: CallResult,
+    ) -> Contribution:
+        """A model whose weights are gathered by units is computed for all shards together; its gradient is then summed
+        already, and only the statistics are left."""
+        model = self._state.trained(objective.part)
+        unit_pass = self._state.unit_pass(model)
+        if unit_pass is None:
+            return super()._total(
+                call, batches, objective=objective, groups=groups, learns=learns, result=result
+            )
+        with result.timed("forward_backward"):
+            found = self._unit_losses(
+                call, batches, unit_pass=unit_pass, objective=objective, groups=groups, learns=learns
+            )
+        waited_s = unit_pass.take_waited_s()
+        result.timing["forward_backward"] -= waited_s
+        result.timing["reduce"] = result.timing.get("reduce", 0.0) + waited_s
+        steps = iter(found)
+        total = whole_batch(
+            call,
+            batches,
+            contribution=lambda own: self._statistics(own, steps=steps, objective=objective),
+            groups=groups,
+            deterministic=self._deterministic,
+            result=result,
+            work="forward_backward",
+        )
+        total.gradient = self._state.gradient_of(objective.part)
+        return total
+
+    def _unit_losses(
+        self,
+        call: RunCall,
+        batches: Mapping[int, Sequence[MicroBatch]],
+        *,
+        unit_pass: UnitPass,
+        objective: Objective,
+        groups: Groups,
+        learns: bool,
+    ) -> list[BatchLoss]:
+        """Losses of all micro-batches of this rank, in their order; if the model learns, its gradient is complete."""
+        in_order = [batch for index in sorted(batches) for batch in batches[index]]
+        losses, group = partial(objective.loss, call=call), cast(Column, groups.data)
+        if not learns:
+            found: list[BatchLoss] = []
+            unit_pass.look(
+                in_order, look=lambda batch: found.append(losses(batch)), group=group, check=self._check
+            )
+            return found
+        places, first = dict[int, range](), 0
+        for index in sorted(batches):
+            places[index] = range(first, first + len(batches[index]))
+            first += len(batches[index])
+        if self._deterministic:
+            leaves = Leaves(call.num_shards, places, call.blocks)
+        else:
+            leaves = Leaves(group.size, {group.rank: range(first)}, ())
+        return unit_pass.learn(in_order, leaves=leaves, loss=losses, group=group, check=self._check)
+
     def _contribution(
         self,
         batches: Sequence[MicroBatch],
@@ -118,16 +188,26 @@ class ModelCalls(TrainingCalls):
     ) -> Contribution:
         """Gradient and statistics of the next micro-batches, which `steps` finishes one after the other."""
         state = self._state
-        device = state.gradient.device
         state.zero_gradient(objective.part)
-        gradient = state.gradient_of(objective.part) if learns else state.gradient[:0]
+        found = self._statistics(batches, steps=_counted(steps), objective=objective)
+        found.gradient = state.gradient_of(objective.part) if learns else state.gradient[:0]
+        return found
+
+    def _statistics(
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        steps: Iterator[BatchLoss | None],
+        objective: Objective,
+    ) -> Contribution:
+        """Statistics of the next micro-batches, without a gradient."""
+        device = self._state.gradient.device
         names = (*COMMON_SUMS, *objective.sums)
         sums = torch.zeros(len(names), dtype=torch.float64, device=device)
         maxima = torch.zeros(len(objective.maxima), dtype=torch.float64, device=device)
         zero = sums.new_zeros(())
         for batch in batches:
             found = next(steps)
-            COUNTERS.add("micro_batches")
             if found is None:
                 continue
             named = {
@@ -139,7 +219,7 @@ class ModelCalls(TrainingCalls):
             sums += torch.stack([named[name] for name in names])
             if objective.maxima:
                 maxima = torch.maximum(maxima, torch.stack([found.maxima[name] for name in objective.maxima]))
-        return Contribution(gradient, sums, maxima)
+        return Contribution(self._state.gradient[:0], sums, maxima)
 
     def _micro_batches(self, samples: Sequence[BatchSample], *, kept: Kept) -> list[MicroBatch]:
         device = self._state.gradient.device
@@ -166,6 +246,11 @@ class ModelCalls(TrainingCalls):
         result = CallResult()
         with result.timed("forward"):
             batches = [batch for every in self._cut(shards, kept=kept).values() for batch in every]
+            unit_pass = self._state.unit_pass(model)
+            if unit_pass is not None:
+                group = cast(Column, groups.data)
+                unit_pass.look(batches, look=look, group=group, check=self._check)
+                return result
             for _ in forward_pass(model, batches, groups=groups, look=look, check=self._check):
                 COUNTERS.add("micro_batches")
         return result
@@ -309,3 +394,10 @@ class ModelCalls(TrainingCalls):
                 to_go = advantages.reward_to_go(rewards, gamma=algorithm.gamma)
                 found[sample.key] = TokenAdvantages(to_go, to_go)
         return found
+
+
+def _counted(steps: Iterator[BatchLoss | None]) -> Iterator[BatchLoss | None]:
+    """The same micro-batches, each counted when it is finished."""
+    for found in steps:
+        COUNTERS.add("micro_batches")
+        yield found

@@ -7,9 +7,8 @@ metrics; different calls use different names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from kintsugi.protocol.training import RunCall
 from kintsugi.training import losses
 from kintsugi.training.batch import MicroBatch
 from kintsugi.training.layout import CRITIC
-from kintsugi.training.losses import TokenLosses
+from kintsugi.training.losses import BatchLoss, TokenLosses
 from kintsugi.training.objective_metrics import (
     ObjectiveMetrics,
     PolicyMetrics,
@@ -41,14 +40,6 @@ from kintsugi.training.step_cache import (
     VALUES,
     StepCache,
 )
-
-
-class BatchLoss(NamedTuple):
-    """A micro-batch's part of the mean loss of the batch, and its statistics."""
-
-    loss: Tensor
-    sums: Mapping[str, Tensor]
-    maxima: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)

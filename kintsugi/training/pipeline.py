@@ -31,7 +31,7 @@ from torch import Tensor
 from kintsugi.model.transformer import Transformer
 from kintsugi.training.batch import MicroBatch
 from kintsugi.training.group import Groups
-from kintsugi.training.objectives import BatchLoss
+from kintsugi.training.losses import BatchLoss
 from kintsugi.training.tied_embedding import TiedGradient
 
 NEIGHBOUR_TIMEOUT_S = 600.0

@@ -35,7 +35,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from enum import StrEnum
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -93,6 +93,23 @@ def choose_route(identities: Sequence[str]) -> Route:
     return Route.NCCL if len(set(identities)) == len(identities) else Route.STAGED
 
 
+class StartedExchange:
+    """An all-to-all that runs in the background."""
+
+    def __init__(
+        self, group: ProcessGroup, work: Work, *, outgoing: Tensor, incoming: Tensor, into: Tensor
+    ) -> None:
+        self.work = work
+        self._group, self._outgoing, self._incoming, self._into = group, outgoing, incoming, into
+
+    def received(self, *, timeout_s: float) -> Tensor:
+        """Wait until it has ended, and return what was received."""
+        self._group.await_exchange(self, timeout_s=timeout_s)
+        if self._incoming is not self._into:
+            self._into.copy_(self._incoming)
+        return self._into
+
+
 class ProcessGroup(GroupLife):
     """One group of ranks. A group of one rank has no sockets and no collectives."""
 
@@ -114,6 +131,8 @@ class ProcessGroup(GroupLife):
         super().__init__(group_id=group_id, ranks=ranks, rank=rank, interruption=interruption, name=name)
         self._sent: deque[tuple[Work, Tensor]] = deque()
         """Tensors that are being sent, in their order."""
+        self._started: deque[StartedExchange] = deque()
+        """Exchanges that run in the background, in their order."""
         self.route = route
         self._backend = backend
         self._store = store
@@ -174,6 +193,54 @@ class ProcessGroup(GroupLife):
         )
         return incoming.to(tensor.device)
 
+    def start_all_to_all(
+        self,
+        tensor: Tensor,
+        *,
+        sent: Sequence[int],
+        received: Sequence[int],
+        timeout_s: float,
+        into: Tensor | None = None,
+    ) -> StartedExchange:
+        """Start an `all_to_all`, into this memory if it is given; the tensor must not change before its result is
+        there. Results are taken in the order in which exchanges were started."""
+        what = f"all-to-all of {self._title}"
+        self.check(what)
+        assert self._backend is not None, "collectives need a group of several ranks"
+        staged = self._staged(tensor)
+        into = tensor.new_empty(sum(received)) if into is None else into
+        incoming = into if into.device == staged.device else staged.new_empty(sum(received))
+        try:
+            work = start_all_to_all(
+                self._backend,
+                staged,
+                into=incoming,
+                sent=sent,
+                received=received,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        except RuntimeError as error:
+            raise self._broken(what, error) from error
+        exchange = StartedExchange(self, work, outgoing=staged, incoming=incoming, into=into)
+        self._started.append(exchange)
+        return exchange
+
+    def await_exchange(self, exchange: StartedExchange, *, timeout_s: float) -> None:
+        """Wait until an exchange has ended; with NCCL the device waits, not the host."""
+        self.check("exchange")
+        assert self._started and self._started[0] is exchange, (
+            "results are taken in the order of the exchanges"
+        )
+        if self.route is Route.NCCL:
+            try:
+                work = exchange.work
+                work.wait()  # With NCCL the stream of the device waits, not the host.
+            except RuntimeError as error:
+                raise self._broken("exchange", error) from error
+        else:
+            self._run(lambda backend: exchange.work, what="exchange", timeout_s=timeout_s)
+        self._started.popleft()
+
     def send(self, tensor: Tensor) -> None:
         """Start to send a tensor from the first rank to the other one; it must not change any more."""
         assert self.rank == 0, "the first rank sends"
@@ -222,11 +289,15 @@ class ProcessGroup(GroupLife):
         if self._backend is None:
             return
         backends, self._backend = [self._backend], None
-        sent, self._sent = self._sent, deque()
+        under_way: list[deque[Any]] = [self._sent, self._started]
+        self._sent, self._started = deque(), deque()
         dropping = threading.Thread(
-            target=_drop, args=(backends, self._store, sent), name=f"drop-group-{self.group_id}", daemon=True
+            target=_drop,
+            args=(backends, self._store, under_way),
+            name=f"drop-group-{self.group_id}",
+            daemon=True,
         )
-        del sent
+        del under_way
         dropping.start()
         with suppress(DeadlineExceeded):
             join(dropping, whom=self.others, what="the end of a collective", timeout_s=CLOSE_GRACE_S)
@@ -563,12 +634,12 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _drop(backends: list[Backend], store: OpenStore | None, sent: deque[tuple[Work, Tensor]]) -> None:
-    """Abort the collectives that still run, then drop the group and close its store."""
+def _drop(backends: list[Backend], store: OpenStore | None, under_way: list[deque[Any]]) -> None:
+    """Abort the collectives that still run, then drop the group with their memory, and close its store."""
     for backend in backends:
         backend.abort()
     backends.clear()
-    sent.clear()
+    under_way.clear()
     if store is not None:
         store.close()
 

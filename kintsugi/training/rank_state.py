@@ -117,6 +117,11 @@ class RankState(ABC):
         """Compute dtype, in which the model is published and saved."""
 
     @property
+    def gathers_layers(self) -> bool:
+        """Whether no rank has whole weights: they are gathered layer by layer while a model is computed."""
+        return False
+
+    @property
     def _is_in_place(self) -> bool:
         """Whether the live state is in its memory: not while it is offloaded from a shared device."""
         return True
@@ -353,6 +358,10 @@ class RankState(ABC):
         """Slice of the gradient buffer that belongs to one model."""
         return self._part(part, self.gradient)
 
+    def _own_gradient(self, part: str, gradient: Any) -> Any:
+        """The box's elements of the gradient of a model."""
+        return self._box.own_gradient(part, gradient)
+
     def cut(self, part: str, group: Group) -> Cut | None:
         """Elements of a model's gradient that each rank of a group needs; None if all need everything."""
         return self._box.cut(part, group)
@@ -385,7 +394,7 @@ class RankState(ABC):
         assert self._updating, "updates are made between begin_update and end_update"
         actor, done, num_updates = self._schedule(part)
         rate = learning_rate(actor, update=done, num_updates=num_updates)
-        own = self._box.own_gradient(part, gradient)
+        own = self._own_gradient(part, gradient)
         grad_norm = self._box.norm(part, own, groups)
         if not is_finite(grad_norm):
             self._count("critic_skipped" if part == CRITIC else "skipped")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kintsugi.model.arrays import Array, copied, namespace, zeros
@@ -76,6 +77,14 @@ def owned_nodes(num_shards: int, *, owned: range) -> list[Node]:
         return walk(left) + walk(right)
 
     return walk(Node(0, num_shards))
+
+
+def nodes_of_ranks(num_shards: int, *, num_ranks: int, blocks: Sequence[int] = ()) -> list[list[Node]]:
+    """Subtrees that each rank sums; `blocks` are the shard blocks of the ranks, by default in their order."""
+    return [
+        owned_nodes(num_shards, owned=shards_of_rank(num_shards, rank=block, world_size=num_ranks))
+        for block in blocks or range(num_ranks)
+    ]
 
 
 def sum_node(node: Node, *, known: Callable[[Node], Contribution | None]) -> Contribution:
@@ -159,24 +168,19 @@ def finish_tree(
     root = Node(0, num_shards)
     if group.size == 1:
         return owned[root]
-    nodes = [
-        owned_nodes(num_shards, owned=shards_of_rank(num_shards, rank=block, world_size=group.size))
-        for block in blocks or range(group.size)
-    ]
+    nodes = nodes_of_ranks(num_shards, num_ranks=group.size, blocks=blocks)
     statistics = _exchange_statistics(group, owned=owned, nodes=nodes, timeout_s=timeout_s)
     gradient = next(iter(owned.values())).gradient
     found = {node: Contribution(gradient[:0], *each) for node, each in statistics.items()}
     total = sum_node(root, known=found.get)
-    nothing = total.sums[:0]
     cut = cut or Cut.whole(len(gradient), num_ranks=group.size)
     mine = {node: each.gradient for node, each in owned.items()}
     for piece in cut.pieces if len(gradient) > 0 else ():
         shares = cut.shares(piece)
         slices = _exchange_slices(group, owned=mine, nodes=nodes, shares=shares, timeout_s=timeout_s)
-        found = {node: Contribution(each, nothing, nothing) for node, each in slices.items()}
-        finished = sum_node(root, known=found.get).gradient
+        finished = finished_share(num_shards, slices)
         received = piece[cut.boxes[group.rank]]
-        gradient[received.start : received.stop] = _exchange_shares(
+        gradient[received.start : received.stop] = exchange_shares(
             group, finished, shares=shares, cut=cut, timeout_s=timeout_s
         )
     total.gradient = gradient
@@ -203,19 +207,41 @@ def _exchange_slices(
     timeout_s: float,
 ) -> dict[Node, Any]:
     """Exchange gradients: return this rank's share of every node."""
-    mine, width = nodes[group.rank], len(shares[group.rank])
-    outgoing = [owned[node][share.start : share.stop] for share in shares for node in mine]
-    incoming = group.all_to_all(
-        namespace(outgoing[0]).concatenate(outgoing),
-        sent=[len(mine) * len(share) for share in shares],
-        received=[len(theirs) * width for theirs in nodes],
-        timeout_s=timeout_s,
-    )
+    outgoing, sent, received = slices_to_send(owned, rank=group.rank, nodes=nodes, shares=shares)
+    incoming = group.all_to_all(outgoing, sent=sent, received=received, timeout_s=timeout_s)
+    return slices_by_node(incoming, nodes=nodes)
+
+
+def slices_to_send(
+    owned: Mapping[Node, Array], *, rank: int, nodes: Sequence[Sequence[Node]], shares: Sequence[range]
+) -> tuple[Any, list[int], list[int]]:
+    """Shares of this rank's nodes in the order of the ranks that finish them, and the elements that are sent to and
+    received from each rank."""
+    mine, width = nodes[rank], len(shares[rank])
+    used = [share for share in shares if share]
+    if len(mine) == 1 and used and all(a.stop == b.start for a, b in pairwise(used)):
+        outgoing = owned[mine[0]][used[0].start : used[-1].stop]  # As it lies there, without a copy.
+    else:
+        slices = [owned[node][share.start : share.stop] for share in shares for node in mine]
+        outgoing = namespace(slices[0]).concatenate(slices)
+    sent, received = [len(mine) * len(share) for share in shares], [len(theirs) * width for theirs in nodes]
+    return outgoing, sent, received
+
+
+def slices_by_node(incoming: Any, *, nodes: Sequence[Sequence[Node]]) -> dict[Node, Any]:
+    """This rank's share of every node, from what all ranks sent."""
     in_order = [node for theirs in nodes for node in theirs]
-    return dict(zip(in_order, incoming.reshape(len(in_order), width), strict=True))
+    return dict(zip(in_order, incoming.reshape(len(in_order), len(incoming) // len(in_order)), strict=True))
 
 
-def _exchange_shares(
+def finished_share(num_shards: int, slices: Mapping[Node, Any]) -> Any:
+    """Sum of this rank's share of all nodes, in the order of the tree."""
+    nothing = next(iter(slices.values()))[:0]
+    found = {node: Contribution(each, nothing, nothing) for node, each in slices.items()}
+    return sum_node(Node(0, num_shards), known=found.get).gradient
+
+
+def exchange_shares(
     group: Group, finished: Array, *, shares: Sequence[range], cut: Cut, timeout_s: float
 ) -> Any:
     """Exchange finished shares between the ranks with the same box: return the box. All ranks of the group make the

@@ -3,12 +3,16 @@
 A stage may have a critic, trained by an optimizer of its own in the same step, and a reference model, which is frozen
 or follows the actor as a part of the state. `rank_state.py` has the life of the state; the optimizer (`adamw`, on
 slices of the flat state) is at the end of this module. Only this framework cuts the state into boxes.
+
+Where weights are gathered layer by layer, there are no whole weights and no whole gradient: trained models are computed
+by a `UnitPass`, from the weights of the boxes, and the gradient is that of this rank's box.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,12 +31,17 @@ from kintsugi.model.torch_internals import fused_adamw
 from kintsugi.model.transformer import Transformer
 from kintsugi.runtime.peak_memory import PARAMETERS, PEAKS
 from kintsugi.training.boxes import GATHER_TIMEOUT_S, Box
-from kintsugi.training.group import Groups
+from kintsugi.training.gathered_weights import GatheredWeights
+from kintsugi.training.group import Group, Groups
 from kintsugi.training.initial_weights import Weights, critic_weights, new_model, reference_weights
 from kintsugi.training.layout import ACTOR, CRITIC, LayoutPart, LayoutSlot, reference_by_name
 from kintsugi.training.rank_state import RankState, lay_out
 from kintsugi.training.tensor_row import TensorRow
 from kintsugi.training.tied_embedding import TiedGradient, copy_embedding
+from kintsugi.training.unit_gradients import UnitGradients
+from kintsugi.training.unit_pass import UnitPass
+from kintsugi.training.unit_weights import UnitWeights
+from kintsugi.training.units import units_of
 
 
 class TrainingState(RankState):
@@ -52,13 +61,16 @@ class TrainingState(RankState):
         seat: Seat = WHOLE,
         mesh: Mesh | None = None,
         tensors: TensorGroup | None = None,
+        gathers_layers: bool = False,
     ) -> None:
         """Take over `model` (fp32): its parameters become views of the flat weights. Snapshots of the state are stored
         under the name of `process` in the host's `segments`, or in private memory. With `recompute` the trained models
         keep no activations within their layers. `seat` tells which box of the state this rank holds in `mesh`. With
-        `tensors` all models are computed in its logical slices, of which `model` has this rank's."""
+        `tensors` all models are computed in its logical slices, of which `model` has this rank's. With `gathers_layers`
+        this rank has no whole weights of its own (`unit_pass.py`)."""
         assert model.dtype == torch.float32, f"master weights are float32, got {model.dtype}"
-        self._tensors = tensors
+        assert not gathers_layers or (seat.shards > 1 and seat.mesh.model_ranks == 1 and tensors is None)
+        self._tensors, self._gathers_layers = tensors, gathers_layers
         slices = ModelSlices() if tensors is None else ModelSlices(tensors.slices, tensors.num_slices)
         shapes = local_shapes(model.config, seat, with_value_head=model.value_head is not None)
         layout = lay_out(slices.shapes(shapes), companions, seat=seat, slices=slices)
@@ -90,27 +102,19 @@ class TrainingState(RankState):
         for name, parameter in self._copy.items():
             parameter.data.copy_(dict(model.named_parameters())[name].data)
             parameter.requires_grad = False
-        if self._box.is_whole:
-            self._compute_weights = self._weights.to(compute_dtype)
-        else:
-            whole = self._weights.new_zeros(layout.num_parameters)
-            layout.actor.fill(whole, dict(model.named_parameters()))
-            self._box.take(self._weights, whole)
-            self._compute_weights = whole.to(compute_dtype)
-            del whole
-        for name, each in self._trained.items():
-            point(each, layout.parts[name], weights=self._compute_weights)
-        # Last, when the models' own memory is free again: together they would need more than any step does.
-        self.gradient = self._weights.new_zeros(layout.num_parameters)
+        self._initial: Tensor | None = None
+        """Initial weights of the actor in the compute type, where no whole weights are kept: until the first stage has
+        begun, whose reference and critic may begin with them."""
         self._tied: dict[str, TiedGradient] = {}
-        for name, each in self._trained.items():
-            is_tied = each.part.is_tied and each.part.is_last
-            apart = _embedding_of(each) if is_tied else {}
-            learn(each, layout.parts[name], gradient=self.gradient, apart=apart)
-            each.recompute = recompute
-            if is_tied:
-                totals = layout.parts[name].views(self.gradient)
-                self._tied[name] = TiedGradient(each, [(apart[own], totals[own]) for own in apart])
+        self._passes: dict[str, UnitPass] = {}
+        self._compute_weights = self._whole_weights(model, dtype=compute_dtype)
+        if gathers_layers:
+            self.gradient = self._weights.new_zeros(self._box.num_parameters)
+            self._initial = self._compute_weights
+            self._compute_weights = self._weights.new_empty(0, dtype=compute_dtype)
+            self._passes = {name: self._unit_pass(name, each) for name, each in self._trained.items()}
+        else:
+            self._attach_models(recompute=recompute)
         if self._live.is_cuda:
             torch.cuda.empty_cache()
         self._reference_model: Transformer | None = None
@@ -118,6 +122,42 @@ class TrainingState(RankState):
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    def _attach_models(self, *, recompute: bool) -> None:
+        """Make the trained models compute with the whole weights, and add to the whole gradient."""
+        parts = self._layout.parts
+        for name, each in self._trained.items():
+            point(each, parts[name], weights=self._compute_weights)
+        # Last, when the models' own memory is free again: together they would need more than any step does.
+        self.gradient = self._weights.new_zeros(self._layout.num_parameters)
+        for name, each in self._trained.items():
+            is_tied = each.part.is_tied and each.part.is_last
+            apart = _embedding_of(each) if is_tied else {}
+            learn(each, parts[name], gradient=self.gradient, apart=apart)
+            each.recompute = recompute
+            if is_tied:
+                totals = parts[name].views(self.gradient)
+                self._tied[name] = TiedGradient(each, [(apart[own], totals[own]) for own in apart])
+
+    def _whole_weights(self, model: Transformer, *, dtype: torch.dtype) -> Tensor:
+        """Initial weights of all models in the compute type; the box gets its elements of them."""
+        if self._box.is_whole:
+            return self._weights.to(dtype)
+        whole = self._weights.new_zeros(self._layout.num_parameters)
+        self._layout.actor.fill(whole, dict(model.named_parameters()))
+        self._box.take(self._weights, whole)
+        return whole.to(dtype)
+
+    def _unit_pass(self, part: str, model: Transformer) -> UnitPass:
+        units = units_of(self._box, part)
+        gradient = self._box.part(part).within(self.gradient)
+        return UnitPass(
+            model,
+            units,
+            weights=UnitWeights(model, units, box=self._box, weights=self._weights),
+            gradients=UnitGradients(model, box=self._box, part=part, gradient=gradient),
+            is_tied=part == ACTOR and model.config.tie_embeddings,
+        )
 
     def tied_gradient(self, part: str) -> TiedGradient | None:
         """Gradient of an embedding whose rows another stage looks up; None where there is no such embedding."""
@@ -138,6 +178,18 @@ class TrainingState(RankState):
     def trained(self, part: str) -> Transformer:
         """Model of a part of the layout: actor or critic."""
         return self._trained[part]
+
+    def unit_pass(self, model: Transformer) -> UnitPass | None:
+        """Pass that gathers the weights of a model unit by unit; None for one whose weights are here."""
+        return (
+            next((self._passes[name] for name, each in self._trained.items() if each is model), None)
+            if self._passes
+            else None
+        )
+
+    @property
+    def gathers_layers(self) -> bool:
+        return self._gathers_layers
 
     @property
     def _is_in_place(self) -> bool:
@@ -179,7 +231,7 @@ class TrainingState(RankState):
         """Zero the gradients of these models, or of all, including leftovers of an interrupted backward pass."""
         for part in parts or self._layout.parts:
             self.gradient_of(part).zero_()
-            if self._compute_weights.dtype != self.gradient.dtype:
+            if self._gathers_layers or self._compute_weights.dtype != self.gradient.dtype:
                 self._trained[part].zero_grad(set_to_none=True)
             if (tied := self.tied_gradient(part)) is not None:
                 tied.clear()
@@ -188,6 +240,8 @@ class TrainingState(RankState):
         """Committed weights of the actor by Hugging Face name, in the compute dtype, for publishing and export: views
         of memory that the next update changes."""
         actor, committed = self._layout.actor, self._committed_tensor()
+        if self._gathers_layers:
+            raise RefusedError("this rank has no whole weights: they are gathered where they are read")
         if not self._box.is_whole and (committed is not self._live or not self._is_gathered):
             raise RefusedError(f"the weights of step {self.committed_step} are not complete on this rank now")
         if committed is self._live:
@@ -197,6 +251,28 @@ class TrainingState(RankState):
         if self._slices.is_cut and self.seat.tensors == 1:
             return join_all(found, shapes=self.weight_shapes)
         return found
+
+    def gathered_weights(self, group: Group) -> GatheredWeights:
+        """The same where no rank has them, whole but gathered one by one. All ranks of the group read them in one
+        order."""
+        if self._committed_tensor() is not self._live:
+            raise RefusedError(f"the weights of step {self.committed_step} are not complete on the ranks now")
+        return GatheredWeights(
+            self._layout.actor.slots,
+            box=self._box,
+            part=ACTOR,
+            weights=self._weights,
+            dtype=self.dtype,
+            group=group,
+        )
+
+    def gradient_of(self, part: str) -> Tensor:
+        if self._gathers_layers:
+            return cast(Tensor, self._box.part(part).within(self.gradient))
+        return cast(Tensor, super().gradient_of(part))
+
+    def _own_gradient(self, part: str, gradient: Tensor) -> Tensor:
+        return gradient if self._gathers_layers else cast(Tensor, super()._own_gradient(part, gradient))
 
     def resident(self) -> list[Tensor]:
         """All tensors that stay on the device between calls; several may share a storage."""
@@ -231,6 +307,10 @@ class TrainingState(RankState):
     def _companions_of(
         self, stage: Stage, *, actor: Mapping[str, Tensor]
     ) -> tuple[Weights | None, Weights | None]:
+        if self._gathers_layers and self._initial is None and stage.begins_as_actor:
+            raise RefusedError(
+                f"stage {stage.name!r} begins with whole weights of the actor, which no rank has"
+            )
         critic = critic_weights(stage, actor=actor, companions=self.companions)
         reference = reference_weights(stage, actor=actor)
         return (
@@ -242,25 +322,34 @@ class TrainingState(RankState):
 
     def fill_initial(self, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
         super().fill_initial(fill)
-        if not self._box.is_whole:
+        if not self._box.is_whole and not self._gathers_layers:
             self._compute_weights.copy_(self.gradient)
             self.gradient.zero_()
         self._is_gathered = True
 
     def _take_initial(self, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
         row = self._weights
-        if not self._box.is_whole:
+        if self._gathers_layers:
+            row = self._weights.new_zeros(self._layout.num_parameters)
+        elif not self._box.is_whole:
             row = self.gradient.zero_()  # Free memory, of the right size and type.
         fill(self._layout.actor.views(row) | self._copy)
         if not self._box.is_whole:
             self._box.take(self._weights, row)
+        if self._gathers_layers:
+            self._initial = row.to(self.dtype)
+
+    def start_stage(self, stage: Stage, *, step: int) -> None:
+        super().start_stage(stage, step=step)
+        if not self.is_fresh:
+            self._initial = None
 
     def gather(self, groups: Groups) -> None:
         self._gather(groups, *self._layout.parts)
 
     def _gather(self, groups: Groups, *parts: str) -> None:
         self._is_gathered = False  # If the others do not come, a rollback follows.
-        if not self._box.is_whole:
+        if not self._box.is_whole and not self._gathers_layers:
             self._box.gather(self._weights, into=self._compute_weights, group=groups.data, parts=parts)
         if ACTOR in parts and groups.embedding is not None:
             embedding = list(_embedding_of(self.model).values())
@@ -269,6 +358,8 @@ class TrainingState(RankState):
 
     def _actor_weights(self) -> dict[str, Tensor]:
         # Equal to the master weights where they matter: a critic that begins as the actor needs float32 (`validation`).
+        if self._gathers_layers:
+            return {} if self._initial is None else self._layout.actor.views(self._initial)
         row = self._weights if self._box.is_whole else self._compute_weights
         return self._layout.actor.views(row) | self._copy
 
@@ -277,6 +368,11 @@ class TrainingState(RankState):
             super()._fill_critic(weights)
             return
         part = self._layout.parts[CRITIC]
+        if self._gathers_layers:
+            whole = self._weights.new_zeros(self._layout.num_parameters)
+            part.fill(whole, weights)
+            self._box.take(self._weights, whole, CRITIC)
+            return
         part.fill(self.gradient, weights)  # Free memory between two steps.
         self._box.take(self._weights, self.gradient, CRITIC)
         part.within(self._compute_weights).copy_(part.within(self.gradient))
@@ -341,9 +437,11 @@ class TrainingState(RankState):
 
     def _weights_changed(self, *, reference: Tensor | None) -> None:
         """Refresh the compute weights after the live tensor was replaced; `reference` is the frozen one."""
+        if self._gathers_layers and not self.is_fresh:
+            self._initial = None
         if self._box.is_whole and self._compute_weights is not self._weights:
             self._compute_weights.copy_(self._weights)
-        self._is_gathered = self._box.is_whole and not self._copy
+        self._is_gathered = (self._box.is_whole or self._gathers_layers) and not self._copy
         if reference is not self._reference:
             self._reference, self._reference_model = reference, None
         self._refresh_reference()

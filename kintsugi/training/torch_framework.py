@@ -76,6 +76,7 @@ class TorchFramework:
             seat=seat,
             mesh=mesh,
             tensors=tensors,
+            gathers_layers=config.actor.layout.gathers_layers and seat.shards > 1,
         )
 
     def fill_initial(self, state: RankState, config: Config) -> None:
@@ -124,11 +125,22 @@ class TorchFramework:
         groups: Groups | None,
         check: Callable[[], None],
     ) -> list[bool]:
+        own = _own(state)
         if groups is not None:
-            _own(state).enter(groups)
-        return score_pairs(_own(state).model, block, first=first, count=count, groups=groups, check=check)
+            own.enter(groups)
+        return score_pairs(
+            own.model,
+            block,
+            first=first,
+            count=count,
+            groups=groups,
+            unit_pass=own.unit_pass(own.model),
+            check=check,
+        )
 
     def joined_weights(self, state: RankState, groups: Groups) -> Mapping[str, Array]:
+        if state.gathers_layers:
+            return _own(state).gathered_weights(groups.data)
         weights = _own(state).weights()
         if groups.tensors is None:
             return weights

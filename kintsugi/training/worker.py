@@ -87,6 +87,7 @@ from kintsugi.training.box_saving import BoxSaver, BoxWriters, own_tensors
 from kintsugi.training.calls import TrainingCalls
 from kintsugi.training.checkpoint_delivery import CheckpointDelivery
 from kintsugi.training.framework import Framework, open_framework
+from kintsugi.training.gathered_weights import OwnWeights
 from kintsugi.training.group import Groups
 from kintsugi.training.held_out_pairs import HeldOutPairs
 from kintsugi.training.peer_replication import KEEP_TIMEOUT_S, PeerReplica, choose_agent
@@ -101,8 +102,8 @@ from kintsugi.training.state_transfer import StateFetcher, StateSource
 from kintsugi.transport import Delivery, Reply, subject
 from kintsugi.transport.store import StoreServer
 from kintsugi.types import Peer, Role, process_id, role_of, ticket_of
-from kintsugi.weights.manifest import layout_of, weights_sha256
-from kintsugi.weights.publish import Publisher
+from kintsugi.weights.manifest import layout_of, manifest_of, weights_sha256
+from kintsugi.weights.publish import Publisher, share_of
 from kintsugi.weights.transports.relay import RelayTransport
 from kintsugi.weights.transports.shared_memory import WeightSegments
 
@@ -171,6 +172,8 @@ class ModelWorker:
         self._stages = {stage.name: stage for stage in stages(config)}
         self._backlog: deque[Delivery] = deque()
         self._step_calls = StepCalls()
+        self._taken_part: tuple[object, Body] | None = None
+        """Latest answer for which all ranks gathered weights, and what was asked."""
         self._samples = StepSamples(
             shell.submit, check=self._check, process=shell.process, segments=segments, emit=emit
         )
@@ -341,6 +344,8 @@ class ModelWorker:
                 self._seating.committed(body.step)
                 self._offer_copy()
                 return Ok()
+            case Publish() | HashWeights() | EvaluatePairs() if self._state.gathers_layers:
+                return self._take_part(body)
             case Publish():
                 return self._publish(body)
             case FetchWeights():
@@ -458,11 +463,28 @@ class ModelWorker:
             raise RefusedError(f"expected a stage of this run ({known}), got {request.stage!r}")
         self._state.start_stage(self._stages[request.stage], step=request.step)
 
+    def _take_part(self, request: Publish | HashWeights | EvaluatePairs) -> Body:
+        """Answer a request for which all ranks gather weights, once for each group and step: a rank that has answered
+        an earlier master must not wait for the others when the next master asks again."""
+        key = self._adapter.group_id, self._state.committed_step, request
+        if self._taken_part is None or self._taken_part[0] != key:
+            match request:
+                case Publish():
+                    answer: Body = self._publish(request)
+                case EvaluatePairs():
+                    answer = self._evaluate(request)
+                case HashWeights():
+                    answer = WeightsHashed(self._weights_sha256())
+            self._taken_part = key, answer
+        return self._taken_part[1]
+
     def _publish(self, request: Publish) -> Published:
         if request.step != self._state.committed_step:
             raise RefusedError(
                 f"expected to publish the committed step {self._state.committed_step}, got {request.step}"
             )
+        if self._state.gathers_layers:
+            return self._publish_gathered(request)
         weights = {
             name: tensor for name, tensor in self._state.weights().items() if name not in VALUE_HEAD
         }  # Servers generate text; a value head is only saved in checkpoints.
@@ -476,11 +498,30 @@ class ModelWorker:
         )
         return Published(manifest, sources)
 
+    def _publish_gathered(self, request: Publish) -> Published:
+        """Publish weights that no rank has, or help to gather them for those that publish. A collective."""
+        state, groups = self._state, self._adapter.groups(self._adapter.group_id)
+        gathered = self._framework.joined_weights(state, groups)
+        named = {name: shape for name, shape in state.weight_shapes.items() if name not in VALUE_HEAD}
+        places = list(layout_of(named, itemsize=state.dtype.itemsize))
+        index, count = request.share
+        chosen = share_of([size for _, _, size in places], index=index, count=count)
+        own = {places[number][0] for number in chosen} if request.transports else set()
+        weights = OwnWeights(gathered, names=[name for name, _, _ in places], own=own)
+        if not request.transports:
+            weights.finish()
+            return Published(manifest_of((), version=request.version, step=request.step), ())
+        # Memory that servers map is filled at once.
+        held = dict(weights) if "in_place" in request.transports else weights
+        manifest, sources = self._publisher.publish(held, request, places=places, shapes=state.weight_shapes)
+        weights.finish()
+        return Published(manifest, sources)
+
     def _weights_sha256(self) -> str:
         """Identity of the weights. Of those that are cut over ranks it is a collective, and only the first stage knows
         the result."""
         state = self._state
-        if state.seat.mesh.model_ranks == 1:
+        if state.seat.mesh.model_ranks == 1 and not state.gathers_layers:
             return weights_sha256(state.weights())
         groups = self._adapter.groups(self._adapter.group_id)
         weights = self._framework.joined_weights(state, groups)
@@ -500,7 +541,7 @@ class ModelWorker:
             first=request.first,
             count=request.count,
             groups=self._adapter.groups(self._adapter.group_id)
-            if self._state.seat.mesh.model_ranks > 1
+            if self._state.seat.mesh.model_ranks > 1 or self._state.gathers_layers
             else None,
             check=self._check,
         )

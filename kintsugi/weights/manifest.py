@@ -27,6 +27,10 @@ ALIGNMENT = 64
 """Alignment of every piece, so that a view of any dtype, and a vectorised copy, can start there."""
 
 
+MOST_COPIED_BYTES = 1 << 30
+"""Size of the tensors that are read before they are copied; one more may begin below it."""
+
+
 def layout_size(named: Mapping[str, Array]) -> int:
     """Size of a buffer that holds these tensors."""
     return max((offset + size for _, offset, size in layout(named)), default=0)
@@ -56,7 +60,32 @@ def describe_pieces(
 ) -> list[Piece]:
     """Describe the tensors of `named` at these locations (name, offset and size), as `layout` returns them. Of slices
     (`model/tensor_slices.py`) `shapes` has those of the whole tensors."""
-    places = list(places)
+    found: list[Piece] = []
+    for together in _copied_together(places):
+        found += _described(named, together, mesh=mesh, into=into, shapes=shapes)
+    return found
+
+
+def _copied_together(places: Iterable[tuple[str, int, int]]) -> Iterator[list[tuple[str, int, int]]]:
+    """Tensors that are copied at once: reading them may take memory (`GatheredWeights`)."""
+    together: list[tuple[str, int, int]] = []
+    for place in places:
+        if sum(size for _, _, size in together) >= MOST_COPIED_BYTES:
+            yield together
+            together = []
+        together.append(place)
+    if together:
+        yield together
+
+
+def _described(
+    named: Mapping[str, Array],
+    places: Sequence[tuple[str, int, int]],
+    *,
+    mesh: Mapping[str, int],
+    into: memoryview | None,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> list[Piece]:
     tensors = [named[name] for name, _, _ in places]
     targets = [None if into is None else into[offset : offset + size] for _, offset, size in places]
     slices = [SliceName.parse(name) for name, _, _ in places]

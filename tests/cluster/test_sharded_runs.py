@@ -33,28 +33,44 @@ LONGEST_S = 300.0
 """Runs of four ranks on two busy cores take a minute; this only bounds a broken one."""
 
 
-def layout(ranks: int, shards: int, stages: int = 1) -> tuple[str, ...]:
+ALGORITHMS = {
+    "ppo": ("warmup=null", "algorithm.name=ppo", "algorithm.beta=0.05", "algorithm.updates_per_step=2"),
+    "reward model": ("warmup=null", "algorithm.name=reward_model", "algorithm.group_size=2"),
+}
+"""Without a warm-up: critic and reference begin as the initial actor, which every rank has had whole."""
+
+
+def layout(ranks: int, shards: int, stages: int = 1, gather: str = "step") -> tuple[str, ...]:
     return (
         f"actor.workers={ranks}",
         f"actor.layout.shards={shards}",
         f"actor.layout.stages={stages}",
+        f"actor.layout.gather={gather}",
         PARTS,
     )
 
 
-def undisturbed(run: Run, *, ranks: int, shards: int, stages: int = 1) -> None:
+def undisturbed(run: Run, *more: str, ranks: int, shards: int, stages: int = 1, gather: str = "step") -> None:
     run.longest_s = LONGEST_S
-    run.start(*layout(ranks, shards, stages))
+    run.start(*layout(ranks, shards, stages, gather), *more)
     run.finish()
 
 
-def kill_ranks(run: Run, *lost: str, ranks: int, shards: int, stages: int = 1) -> None:
+def kill_ranks(run: Run, *lost: str, ranks: int, shards: int, stages: int = 1, gather: str = "step") -> None:
     run.longest_s = LONGEST_S
-    run.start(*layout(ranks, shards, stages), gates=(KILLED_AT,))
+    run.start(*layout(ranks, shards, stages, gather), gates=(KILLED_AT,))
     run.wait_at(KILLED_AT)
     for rank in lost:
         run.kill(rank)
     run.let_through(KILLED_AT)
+    run.finish()
+
+
+def die_within_a_pass(run: Run) -> None:
+    """The rank that first computes a loss of step 6 dies. Both have then begun to exchange the weights of a layer."""
+    run.longest_s = LONGEST_S
+    run.environment["KINTSUGI_TEST_DIE_IN"] = "kintsugi.training.objectives:PolicyGradient.loss:6"
+    run.start(*layout(2, 2, gather="layer"))
     run.finish()
 
 
@@ -126,6 +142,20 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "resumed with two": partial(
         lambda run, **of: resume_with(run, "actor.layout.shards=2", **of), begun=layout(4, 4)
     ),
+    "two shards by layer": partial(undisturbed, ranks=2, shards=2, gather="layer"),
+    "four shards by layer": partial(undisturbed, ranks=4, shards=4, gather="layer"),
+    "two by two by layer": partial(undisturbed, ranks=4, shards=2, gather="layer"),
+    "a shard by layer killed": partial(
+        lambda run, **of: kill_ranks(run, "model-2", **of), ranks=4, shards=4, gather="layer"
+    ),
+    "one of two killed while weights are on their way": die_within_a_pass,
+    "by layer resumed by step": partial(
+        lambda run, **of: resume_with(run, "actor.layout.gather=step", **of),
+        begun=layout(2, 2, gather="layer"),
+    ),
+    "by step resumed by layer": partial(
+        lambda run, **of: resume_with(run, "actor.layout.gather=layer", **of), begun=layout(2, 2)
+    ),
     "two stages": partial(undisturbed, ranks=2, shards=1, stages=2),
     "two pipelines": partial(undisturbed, ranks=4, shards=1, stages=2),
     "stages of shards": partial(undisturbed, ranks=4, shards=2, stages=2),
@@ -147,9 +177,17 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
         begun=layout(2, 2),
     ),
 }
+for algorithm, settings in ALGORITHMS.items():
+    SCENARIOS[f"{algorithm} on one rank"] = partial(
+        lambda run, of: undisturbed(run, *of, ranks=1, shards=1), of=settings
+    )
+    SCENARIOS[f"{algorithm} by layer"] = partial(
+        lambda run, of: undisturbed(run, *of, ranks=2, shards=2, gather="layer"), of=settings
+    )
 LOST = {
     "a shard killed": {"model-2"},
     "a replica killed": {"model-1"},
+    "a shard by layer killed": {"model-2"},
     "two shards killed": {"model-0", "model-3"},
     "a stage killed": {"model-1"},
     "the first stage killed": {"model-0"},
@@ -169,7 +207,19 @@ def run_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return play_selected(SCENARIOS, request, tmp_path_factory.mktemp("sharded"), at_once=1)
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "one rank"])
+OF_ALGORITHMS = [f"{name} {how}" for name in ALGORITHMS for how in ("on one rank", "by layer")]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_critic_a_reference_and_a_reward_model_have_the_bits_of_one_rank_by_layer(
+    name: str, run_of: Callable[[str], Run]
+) -> None:
+    one, by_layer = (run_of(f"{name} {how}") for how in ("on one rank", "by layer"))
+    assert by_layer.summary.weights_sha256 == one.summary.weights_sha256
+    assert digests(by_layer).keys() == digests(one).keys()
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in ("one rank", *OF_ALGORITHMS)])
 def test_the_weights_are_those_of_one_rank(name: str, run_of: Callable[[str], Run]) -> None:
     run, twin = run_of(name), run_of("one rank")
     assert run.summary.weights_sha256 == twin.summary.weights_sha256
@@ -190,6 +240,17 @@ def test_only_the_lost_ranks_are_replaced_and_every_step_has_the_state_of_the_tw
     assert any(isinstance(fact, IncidentClosed) for fact in run.facts), "the kill was an incident"
     twin = run_of(TWINS.get(name, "four shards" if "shard" in name else "two by two"))
     assert digests(run) == digests(twin)
+
+
+def test_a_rank_that_is_lost_within_an_exchange_of_weights_is_replaced_alone(
+    run_of: Callable[[str], Run],
+) -> None:
+    run = run_of("one of two killed while weights are on their way")
+    died = int((run.gates / "died").read_text())
+    again = {name: pids for name, pids in run.pids_joined().items() if len(pids) > 1}
+    assert len(again) == 1 and died in next(iter(again.values())), again
+    assert not any(isinstance(fact, RolledBack) for fact in run.facts), "no step is lost"
+    assert digests(run) == digests(run_of("two shards"))
 
 
 @pytest.mark.parametrize("name", ["smaller by one", "smaller by two"])

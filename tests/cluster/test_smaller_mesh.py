@@ -62,6 +62,7 @@ def num_closed(run: Run) -> int:
 
 
 SHARDS = layout(4, shards=4)
+BY_LAYER = (*SHARDS, "actor.layout.gather=layer")
 PIPELINES = layout(4, stages=2, shards=2)
 CUBE = layout(4, stages=2, tensors=2, slices=2)
 TWELVE = (*layout(4, shards=4), "actor.logical_shards=12", "warmup.batch_size=12", "algorithm.batch_size=6")
@@ -79,11 +80,13 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
         run, "actor.layout.shards=2", "actor.layout.tensors=2", begun=SLICED
     ),
     "shards lost": partial(lose_for_a_while, begun=SHARDS, lost=("model-3", "model-1")),
+    "shards by layer lost": partial(lose_for_a_while, begun=BY_LAYER, lost=("model-3", "model-1")),
     "a pipeline lost": partial(lose_for_a_while, begun=PIPELINES, lost=("model-3",)),
     "a tensor rank lost": partial(lose_for_a_while, begun=CUBE, lost=("model-0",)),
 }
 LOST = {
     "shards lost": ("four shards", ["3x1x1", "2x1x1", "4x1x1"], {"model-3", "model-1"}),
+    "shards by layer lost": ("four shards", ["3x1x1", "2x1x1", "4x1x1"], {"model-3", "model-1"}),
     "a pipeline lost": ("two pipelines", ["1x2x1", "2x2x1"], {"model-3"}),
     "a tensor rank lost": ("stages of tensors", ["1x2x1", "1x2x2"], {"model-0"}),
 }

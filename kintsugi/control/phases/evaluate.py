@@ -79,7 +79,7 @@ class EvaluatePhase:
         self._asked = {
             rank: EvaluatePairs(self._decision.state.step, share.start, len(share))
             for rank, share in zip(ranks, shares, strict=True)
-            if share
+            if share or self._config.actor.layout.gathers_layers  # Then all ranks gather weights together.
         }
         self._pending.ask_all(self._asked, now)
 

@@ -19,7 +19,7 @@ from kintsugi.control.processes import ProcessManager
 from kintsugi.control.suspicion import CHIP
 from kintsugi.errors import DeadlineExceeded, Fault, IntegrityError, ProcessDied, root_first
 from kintsugi.journal.facts import VersionCurrent
-from kintsugi.protocol.weights import LoadWeights, Published, WeightsLoaded
+from kintsugi.protocol.weights import LoadWeights, Publish, Published, WeightsLoaded
 from kintsugi.runtime.backoff import growing_pause
 from kintsugi.types import Role
 from kintsugi.weights.selection import NO_CHIP, ProcessLocation, join, plan
@@ -99,8 +99,14 @@ class PublishPhase:
         if way.reason != self._way:
             self._way = way.reason
             self._decision.explain(f"weights go to {way.reason}")
-        self._pending.ask_all(way.orders, now)
+        self._pending.ask_all({**self._helpers(state.step), **way.orders}, now)
         return RUNNING
+
+    def _helpers(self, step: int) -> dict[str, Publish]:
+        """Orders for the ranks that publish nothing, but gather weights with those that do."""
+        if not self._config.actor.layout.gathers_layers:
+            return {}
+        return {rank: Publish(step, step, transports=()) for rank in self._ranks}
 
     def _parts(self) -> list[str]:
         """Ranks of the first model, where each has a part of its weights."""
@@ -130,7 +136,11 @@ class PublishPhase:
         """Let the servers load the weights, once every rank has laid its part out."""
         answers = self._pending.answers
         in_order = [rank for rank in self._ranks if rank in answers]
-        published = {rank: each for rank in in_order if isinstance(each := answers[rank], Published)}
+        published = {
+            rank: each
+            for rank in in_order
+            if isinstance(each := answers[rank], Published) and each.sources  # Helpers have none.
+        }
         try:
             self._published = join(published)
         except IntegrityError as error:

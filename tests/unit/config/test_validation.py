@@ -402,6 +402,28 @@ def test_what_a_cut_state_does_not_allow_is_refused_by_name(
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
+        (("actor.layout.shards=1",), ["every worker has all weights"]),
+        (("actor.workers=4", "actor.layout.stages=2"), ["not combined with `actor.layout.stages`=2"]),
+        (("actor.logical_slices=2",), ["not combined with `actor.logical_slices`=2"]),
+        (("algorithm.beta=0.1",), ["or a `reference.path`, or no warm-up", "begins as the trained actor"]),
+    ],
+)
+def test_what_needs_whole_weights_is_refused_by_name_where_they_are_gathered_by_layer(
+    overrides: tuple[str, ...], parts: list[str]
+) -> None:
+    by_layer = ("actor.workers=2", "actor.layout.shards=2", "actor.layout.gather=layer")
+    message = refusal(*by_layer, *overrides)
+    assert all(part in message for part in ["`actor.layout.gather`", "expected step", *parts]), message
+
+
+def test_weights_are_gathered_by_layer_also_for_a_reference_of_the_first_stage() -> None:
+    by_layer = ("actor.workers=2", "actor.layout.shards=2", "actor.layout.gather=layer")
+    validate(resolved(*by_layer, "algorithm.beta=0.1", "warmup=null"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
         (("actor.logical_slices=3",), ["`actor.logical_slices`", "a power of two", "got 3"]),
         (("actor.logical_slices=0",), ["`actor.logical_slices`", "a power of two", "got 0"]),
         (("actor.logical_slices=64",), ["`actor.logical_slices`=64", "`num_kv_heads` divisible by"]),

@@ -96,6 +96,8 @@ class Rank:
             case StartStage(stage=stage):
                 self.adapter.start_stage(stage)
                 return self.adapter.standing()
+            case Publish(version=version, step=step, transports=()):
+                return Published(WeightManifest(version, step, (), 0, ""), ())
             case Publish(version=version, step=step):
                 manifest = WeightManifest(version, step, (), 0, self._weights(step))
                 return Published(manifest, (StreamSource(self.name),))

@@ -155,6 +155,20 @@ def test_a_checkpoint_has_the_state_and_the_weights() -> None:
     assert memory(algorithm=AlgorithmSection(beta=0.1)).checkpoint_bytes == 16 * PARAMETERS
 
 
+@pytest.mark.parametrize("workers", [4, 8])
+def test_where_weights_are_gathered_by_layer_a_rank_holds_its_part_and_a_few_units(workers: int) -> None:
+    layout = LayoutSection(shards=workers, gather="layer")
+    found = memory(num_devices=workers + 1, actor={"workers": workers, "layout": layout})
+    rank = found.of_role(Role.MODEL)
+    assert static(rank) == pytest.approx(16 / workers, rel=1e-3)
+    whole = memory(
+        actor={"workers": workers, "layout": LayoutSection(shards=workers)}, num_devices=workers + 1
+    )
+    assert "compute weights" not in rank.device and "compute weights" in whole.of_role(Role.MODEL).device
+    embedding = QWEN.vocab_size * QWEN.hidden_size
+    assert rank.device["layers in use"] == pytest.approx((2 * 3 + 4 * 3) * embedding, rel=1e-3)
+
+
 def staged(stage: int, *, model: ModelConfig, dtype: str = "bfloat16", **layout: int) -> Mapping[str, int]:
     """Device memory of a rank of two pipeline stages."""
     actor = ActorSection(workers=2, dtype=dtype, layout=LayoutSection(stages=2, **layout))  # type: ignore[arg-type]

@@ -286,3 +286,37 @@ def test_gathered_tensors_keep_their_shape_and_the_order_of_ranks() -> None:
         return group.all_gather(torch.full((2, 2), float(rank)), timeout_s=10.0).tolist()
 
     assert in_world(2, rank_main) == [[[[0.0] * 2] * 2, [[1.0] * 2] * 2]] * 2
+
+
+def test_exchanges_in_the_background_arrive_in_their_order_beside_other_collectives() -> None:
+    def rank_main(rank: int, group: ProcessGroup) -> list[list[float]]:
+        first, second = (
+            group.start_all_to_all(
+                torch.full((4,), 10.0 * number + rank), sent=[2, 2], received=[2, 2], timeout_s=10.0
+            )
+            for number in (1, 2)
+        )
+        total = torch.ones(1)
+        group.all_reduce(total, timeout_s=10.0)
+        return [*(each.received(timeout_s=10.0).tolist() for each in (first, second)), total.tolist()]
+
+    assert in_world(2, rank_main) == [[[10.0, 10.0, 11.0, 11.0], [20.0, 20.0, 21.0, 21.0], [2.0]]] * 2
+
+
+def test_a_group_with_an_exchange_under_way_can_be_ended_and_closed() -> None:
+    waiting: queue.SimpleQueue[ProcessGroup] = queue.SimpleQueue()
+
+    def rank_main(rank: int, group: ProcessGroup) -> str:
+        if rank == 1:
+            waiting.get(timeout=10).end("another generation has begun")
+            return ""
+        exchange = group.start_all_to_all(torch.ones(2), sent=[1, 1], received=[1, 1], timeout_s=30.0)
+        waiting.put(group)
+        with pytest.raises(GroupBroken, match="another generation") as broken:
+            exchange.received(timeout_s=30.0)
+        group.close()
+        return str(broken.value)
+
+    start = time.monotonic()
+    assert "exchange" in in_world(2, rank_main)[0]
+    assert time.monotonic() - start < 20.0

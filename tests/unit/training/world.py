@@ -308,10 +308,12 @@ def train(
     mesh: Mesh | None = None,
     config: ModelConfig = TINY,
     num_slices: int = 1,
+    gathers_layers: bool = False,
+    recompute: bool = False,
 ) -> list[Outcome]:
     """The outcome of every rank of a world; its steps have the same batch, or each its own. `boxes`: the number of
     parts into which the state is cut, or in the `mesh` more precisely. `num_slices`: logical tensor slices of the
-    models."""
+    models. `gathers_layers`: no rank has whole weights."""
     mesh = mesh or Mesh(boxes)
     batch_of = (lambda step: batch) if isinstance(batch, Batch) else batch
 
@@ -326,6 +328,8 @@ def train(
             compute_dtype=dtype,
             seat=seat,
             tensors=tensors,
+            gathers_layers=gathers_layers,
+            recompute=recompute,
         )
         state.start_stage(stage, step=0)
         calls = ModelCalls(state, deterministic=deterministic)
@@ -350,7 +354,8 @@ def train(
             digests.append(state.digest())
             state.commit(step)
             calls.forget()
-        weights = {name: tensor.clone() for name, tensor in state.weights().items()}
+        found = state.gathered_weights(group.data) if gathers_layers else state.weights()
+        weights = {name: tensor.clone() for name, tensor in found.items()}
         return Outcome(digests, state.given, weights, metrics, outputs)
 
     return in_mesh(mesh, rank_main, world_size=world_size, device=device, is_tied=config.tie_embeddings)
