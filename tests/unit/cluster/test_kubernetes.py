@@ -217,12 +217,36 @@ def test_a_replaced_pod_that_its_node_does_not_see_is_given_up(started: bool) ->
     pods.order("host-1", now=10.0)
     seen: dict[str, Any] = {"startTime": "2026-11-18T10:00:11Z"} if started else {}
     pods.see(pod(uid="u2", created="2026-11-18T10:00:10Z", **seen), deleted=False, now=11.0)
-    told = pods.check(now=10.5 + UNTAKEN_S)
+    assert pods.check(now=10.5 + UNTAKEN_S) == []
+    told = pods.check(now=11.5 + UNTAKEN_S)
     why = f"node h1 has not seen its pod (for {UNTAKEN_S:g} s)"
     assert told == ([] if started else [HostWent("host-1", why)])
     if not started:
         pods.order("host-1", now=23.0)
         assert pods.avoided("host-1") == ("h1",)
+
+
+def test_a_replaced_pod_may_wait_for_a_node_before_the_node_has_to_see_it() -> None:
+    pods = tracker()
+    pods.see(running(), deleted=False, now=1.0)
+    pods.see(ended(137), deleted=False, now=2.0)
+    pods.order("host-1", now=10.0)
+    placed = pod(uid="u2", created="2026-11-18T10:00:10Z")
+    assert pods.see({**placed, "spec": {}}, deleted=False, now=11.0) == []
+    assert pods.see(placed, deleted=False, now=30.0) == [], "the scheduler has just chosen the node"
+    assert pods.check(now=29.5 + UNTAKEN_S) == []
+    (event,) = pods.check(now=30.5 + UNTAKEN_S)
+    assert event == HostWent("host-1", f"node h1 has not seen its pod (for {UNTAKEN_S:g} s)")
+
+
+def test_a_host_that_came_to_the_predecessor_is_replaced_as_one_that_came() -> None:
+    pods = PodTracker(HOSTS, patience_s=60.0)
+    pods.adopt([running()])
+    pods.see(ended(137), deleted=False, now=2.0)
+    pods.order("host-1", now=10.0)
+    pods.see(pod(uid="u2", created="2026-11-18T10:00:10Z"), deleted=False, now=11.0)
+    (event,) = pods.check(now=11.5 + UNTAKEN_S)
+    assert event == HostWent("host-1", f"node h1 has not seen its pod (for {UNTAKEN_S:g} s)")
 
 
 def test_the_first_pod_of_a_host_is_waited_for_on_a_slow_node() -> None:

@@ -29,7 +29,8 @@ another 40 s, by default, and prefers it, as it looks empty."""
 UNPLACED_S = 10.0
 """Time for another node to take a pod, after which the avoided one may have it."""
 UNTAKEN_S = 10.0
-"""Time for the kubelet of a node to see the pod of a host that is replaced; one that lives does within a second."""
+"""Time for the kubelet of a node to see the pod of a host that is replaced, from when it was placed there; one that lives
+does within a second."""
 
 
 class PodPhase(StrEnum):
@@ -142,6 +143,8 @@ class _Tracked(msgspec.Struct):
     """Uid of its pod; empty while none has appeared."""
     has_come: bool = False
     since: float = 0.0
+    placed_at: float | None = None
+    """When its pod was first seen with a node."""
     doubt: str = ""
     avoids: bool = False
     """Its pod may not be put on the nodes that are avoided."""
@@ -200,6 +203,8 @@ class PodTracker:
                 continue
             self._pods[seen.uid] = seen
             tracked = self._tracked[seen.host]
+            if seen.phase is PodPhase.RUNNING:
+                self._came.add(seen.host)
             if seen.phase is PodPhase.RUNNING and not tracked.is_ordered and not seen.is_going:
                 self._tracked[seen.host] = _Tracked(is_ordered=True, current=seen.uid, has_come=True)
 
@@ -262,6 +267,8 @@ class PodTracker:
             return self._went(host, "its pod was deleted")
         if pod.phase is PodPhase.OVER:
             return self._went(host, pod.why)
+        if pod.node and tracked.placed_at is None:
+            tracked.placed_at = now
         if pod.phase is PodPhase.PENDING and (why := self._give_up(tracked, pod, now)):
             return self._went(host, why)
         events: list[HostEvent] = []
@@ -285,7 +292,8 @@ class PodTracker:
             avoided, self._avoided = ", ".join(self._avoided), {}
             return f"no node takes its pod without {avoided} (for {UNPLACED_S:g} s)"
         # Without a host that never was there the run could not begin: its pod is waited for on a slow node too.
-        if pod.host in self._came and pod.node and not pod.is_taken and waited_s > UNTAKEN_S:
+        placed_at = now if tracked.placed_at is None else tracked.placed_at
+        if pod.host in self._came and not pod.is_taken and now - placed_at > UNTAKEN_S:
             self._avoided[pod.node] = now
             return f"node {pod.node} has not seen its pod (for {UNTAKEN_S:g} s)"
         return ""
