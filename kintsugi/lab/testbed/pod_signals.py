@@ -130,6 +130,13 @@ class HostPod:
         await self._open.aclose()
 
 
+def unreached(error: ApiError) -> Signalled:
+    """Return the answer to an order that the API server has refused. What may pass ends no laboratory, and neither does
+    a pod that was deleted after it was found (404)."""
+    is_passing = error.may_pass or error.status == 404
+    return Signalled((), is_reached=False, why="" if is_passing else str(error))
+
+
 async def _serve(host: str, namespace: str) -> None:
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
@@ -140,9 +147,7 @@ async def _serve(host: str, namespace: str) -> None:
             try:
                 told = await pod.answer(line)
             except ApiError as error:
-                told = msgspec.json.encode(
-                    Signalled((), is_reached=False, why="" if error.may_pass else str(error))
-                )
+                told = msgspec.json.encode(unreached(error))
             sys.stdout.write(f"{told.decode()}\n")
             sys.stdout.flush()
 

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from kintsugi.cluster.backends.kubernetes.client import ApiError, Client
 from kintsugi.cluster.backends.kubernetes.manifests import Deployment, Workload
 from kintsugi.cluster.backends.kubernetes.rights import check_rights
 from kintsugi.config.schema import KubernetesSection
-from kintsugi.lab.testbed.pod_signals import RIGHTS, HostPod
+from kintsugi.lab.testbed.pod_signals import RIGHTS, HostPod, unreached
 from kintsugi.lab.testbed.remote_signals import Signalled, SignalOrder
 from tests.cluster.kubernetes_server import KubernetesServer
 from tests.cluster.tiny_runs import until
@@ -112,6 +113,35 @@ def test_a_host_without_a_pod_is_not_signalled_and_no_other_is(
     order = SignalOrder("run2", signal.SIGKILL, {"model-0": machine.child})
     assert ask(server, machine, order) == [Signalled((), is_reached=False)]
     assert machine.child_runs
+
+
+class VanishingPod(HostPod):
+    """A host whose pod is deleted after it was found, before a command is started in it."""
+
+    async def _find(self, job: str) -> dict[str, Any] | None:
+        found = await super()._find(job)
+        await self._client.request("DELETE", f"{PODS}/first", body={"gracePeriodSeconds": 0})
+        return found
+
+
+def test_a_pod_that_vanishes_while_it_is_found_does_not_end_the_laboratory(
+    server: KubernetesServer, machine: Machine
+) -> None:
+    line = msgspec.json.encode(SignalOrder("run1", signal.SIGKILL, {"model-0": machine.child}))
+
+    async def answer() -> None:
+        async with Client(server.access()) as client, VanishingPod(client, "host-2", namespace="runs") as pod:
+            await make_pod(client, server, "first", scratch=machine.scratch)
+            await pod.answer(line)
+
+    with pytest.raises(ApiError, match=r"pods/first/exec is refused: .*\(404\)") as told:
+        asyncio.run(answer())
+    assert unreached(told.value) == Signalled((), is_reached=False)
+
+
+@pytest.mark.parametrize(("status", "why"), [(0, ""), (404, ""), (429, ""), (503, ""), (403, "forbidden")])
+def test_only_a_refusal_that_stays_is_told_to_the_laboratory(status: int, why: str) -> None:
+    assert unreached(ApiError("forbidden", status=status)) == Signalled((), is_reached=False, why=why)
 
 
 def test_a_right_that_the_laboratory_lacks_is_named_as_a_rule(server: KubernetesServer) -> None:
