@@ -150,8 +150,9 @@ def _check_changeable(before: Config, asked: Config, *, folder: Path) -> None:
 
 
 def _with_parts_of_the_batch(asked: Config, before: Config) -> Config:
-    """Keep the parts of the batch, on which the result depends, where other workers are to compute them."""
-    if asked.actor.workers == before.actor.workers or asked.actor.logical_shards is not None:
+    """Keep the parts of the batch, on which the result depends, where other workers, or workers that share each model
+    otherwise, are to compute them."""
+    if asked.actor.logical_shards is not None or asked.actor.num_shards == before.actor.num_shards:
         return asked
     actor = msgspec.structs.replace(asked.actor, logical_shards=before.actor.num_shards)
     return msgspec.structs.replace(asked, actor=actor)

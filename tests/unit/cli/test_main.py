@@ -455,6 +455,20 @@ def test_a_run_goes_on_with_other_workers_on_the_same_parts_of_a_batch(
     assert result.code == 2 and "expected a multiple of `actor.workers`=3" in result.errors
 
 
+def test_a_run_goes_on_in_another_layout_on_the_same_parts_of_a_batch(
+    kintsugi: Kintsugi, cluster: FakeCluster
+) -> None:
+    cluster.outcome = "stopped"
+    kintsugi("train", GRPO, "actor.workers=4", "actor.logical_shards=null", "run_dir=mine")
+    assert kintsugi("resume", "mine", "actor.layout.shards=2").code == 0
+    assert cluster.launched[-1][0].actor.logical_shards is None, "as many parts as before"
+    result = kintsugi("resume", "mine", "actor.layout.shards=1", "actor.layout.stages=2")
+    assert result.code == 0, result.errors
+    assert "actor.logical_shards: nothing until step 1, then 4" in result.output
+    config, _, _ = cluster.launched[-1]
+    assert (config.actor.data_parallel, config.actor.num_shards) == (2, 4)
+
+
 def test_a_run_of_several_machines_goes_on_with_others_or_on_this_one_alone(
     kintsugi: Kintsugi, cluster: FakeCluster
 ) -> None:
