@@ -90,6 +90,7 @@ from kintsugi.training.framework import Framework, open_framework
 from kintsugi.training.gathered_weights import OwnWeights
 from kintsugi.training.group import Groups
 from kintsugi.training.held_out_pairs import HeldOutPairs
+from kintsugi.training.joint_answer import Joint, JointAnswer
 from kintsugi.training.peer_replication import KEEP_TIMEOUT_S, PeerReplica, choose_agent
 from kintsugi.training.rank_state import RankState
 from kintsugi.training.rollout_writer import RolloutStore
@@ -172,8 +173,7 @@ class ModelWorker:
         self._stages = {stage.name: stage for stage in stages(config)}
         self._backlog: deque[Delivery] = deque()
         self._step_calls = StepCalls()
-        self._taken_part: tuple[object, Body] | None = None
-        """Latest answer for which all ranks gathered weights, and what was asked."""
+        self._joint_answer = JointAnswer()
         self._samples = StepSamples(
             shell.submit, check=self._check, process=shell.process, segments=segments, emit=emit
         )
@@ -463,20 +463,20 @@ class ModelWorker:
             raise RefusedError(f"expected a stage of this run ({known}), got {request.stage!r}")
         self._state.start_stage(self._stages[request.stage], step=request.step)
 
-    def _take_part(self, request: Publish | HashWeights | EvaluatePairs) -> Body:
-        """Answer a request for which all ranks gather weights, once for each group and step: a rank that has answered
-        an earlier master must not wait for the others when the next master asks again."""
-        key = self._adapter.group_id, self._state.committed_step, request
-        if self._taken_part is None or self._taken_part[0] != key:
+    def _take_part(self, request: Joint) -> Body:
+        """Answer a request for which all ranks gather weights, once for each group and step."""
+
+        def answer() -> Body:
             match request:
                 case Publish():
-                    answer: Body = self._publish(request)
+                    return self._publish(request)
                 case EvaluatePairs():
-                    answer = self._evaluate(request)
+                    return self._evaluate(request)
                 case HashWeights():
-                    answer = WeightsHashed(self._weights_sha256())
-            self._taken_part = key, answer
-        return self._taken_part[1]
+                    return WeightsHashed(self._weights_sha256())
+
+        group, step = self._adapter.group_id, self._state.committed_step
+        return self._joint_answer.once(request, group=group, step=step, answer=answer)
 
     def _publish(self, request: Publish) -> Published:
         if request.step != self._state.committed_step:
