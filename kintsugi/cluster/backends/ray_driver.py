@@ -364,7 +364,7 @@ def _connect(job: RayJob) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    """Body of the process. Ray prints where it likes: events have a descriptor of their own."""
+    """Body of the process. Ray writes to standard output too: events have a descriptor of their own."""
     job = msgspec.json.decode(arguments[0], type=RayJob)
     events = os.dup(1)
     os.dup2(2, 1)
@@ -397,5 +397,5 @@ def _failed(error: Exception) -> Event:
 
 
 if __name__ == "__main__":
-    # Without Ray's own goodbye, which can wait for a cluster that is gone.
+    # Without Ray's exit handlers, which can wait for a cluster that is gone.
     os._exit(main(sys.argv[1:]))

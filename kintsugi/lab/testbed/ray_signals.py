@@ -79,7 +79,7 @@ class HostNode:
 
 
 def main(arguments: list[str]) -> int:
-    """Body of the process. Ray prints where it likes: answers have a descriptor of their own."""
+    """Body of the process. Ray writes to standard output too: answers have a descriptor of their own."""
     host, address = arguments
     answers = os.dup(1)
     os.dup2(2, 1)
@@ -106,5 +106,5 @@ def _connect(host: str, address: str, *, job: str) -> HostNode:
 
 
 if __name__ == "__main__":
-    # Without Ray's own goodbye, which can wait for a cluster that is gone.
+    # Without Ray's exit handlers, which can wait for a cluster that is gone.
     os._exit(main(sys.argv[1:]))

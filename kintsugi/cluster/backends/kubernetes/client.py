@@ -165,7 +165,7 @@ class Client:
                 self.access.server + path,
                 params=query,
                 protocols=(protocol,),
-                # What comes is no object.
+                # The answer is a stream, not a JSON object.
                 headers=self._headers("GET", renew=False) | {"Accept": "*/*"},
                 ssl=self.access.tls or True,
                 server_hostname=self.access.server_name,

@@ -1,4 +1,4 @@
-"""A command in a container of a pod, which is talked to in lines, as `kubectl exec -i` does it.
+"""A command in a container of a pod, with lines as input and output, as `kubectl exec -i` carries them.
 
 The API server carries its streams over a WebSocket (`v4.channel.k8s.io`): the first byte of each message is the number
 of the stream. The command ends with its pod, or with this connection.
