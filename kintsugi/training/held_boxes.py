@@ -58,8 +58,8 @@ class BoxForm:
         return self.box.seat
 
     def num_bytes(self, *, gathers_layers: bool) -> int:
-        """Memory of the state, the gradient and the weights that are computed with. A rank that gathers weights layer by
-        layer has the gradient of its box alone, and no weights to compute with, unless it holds everything."""
+        """Memory of the state, the gradient and the weights that are computed with. A rank that gathers weights layer
+        by layer has the gradient of its box alone, and no weights to compute with, unless it holds everything."""
         is_cut = gathers_layers and self.seat.shards > 1
         gradient = self.box.num_parameters if is_cut else self.box.layout.num_parameters
         weights = 0 if is_cut else self.box.layout.num_parameters

@@ -64,13 +64,13 @@ class UnitGradients:
         self._group: Column | None = None
         self.waited_s = 0.0
         """Time in which this rank waited for gradients."""
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = True
+            parameter.register_post_accumulate_grad_hook(partial(self._collect, name))
 
     def enter(self, box: Box) -> None:
         """Exchange with the ranks of another mesh, in which this rank holds the same box."""
         self._box = box
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad = True
-            parameter.register_post_accumulate_grad_hook(partial(self._collect, name))
 
     def begin(self, leaves: Leaves, group: Column) -> None:
         """Begin a backward pass over these samples."""
