@@ -53,6 +53,8 @@ def _listener(descriptor: int) -> Listener | None:
 
 def refuse_connections(listener: Listener) -> None:
     """Let the kernel drop further connection attempts of a listening socket: all of them, or all from other hosts."""
+    if _listener(listener.descriptor) != listener:
+        return  # Another thread opened it at the same time, and has closed it since.
     program = ctypes.create_string_buffer(_DROP)
     with closing(socket.socket(fileno=os.dup(listener.descriptor))) as handle:
         try:

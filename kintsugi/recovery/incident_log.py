@@ -54,7 +54,13 @@ class Incident:
         self.sent_home: set[str] = set()
         """Ranks that were started again on the host of their snapshot."""
         self.does_not_fit = ""
-        """Reason why the live ranks can not hold the state of those that are missing as well, where it is known."""
+        """Reason why the ranks in `refused` can not hold the state of those that are missing as well."""
+        self.refused: tuple[str, ...] = ()
+        """Ranks of which that was said; others may be able to."""
+        self.awaits_lost = False
+        """Whether the reason is that lost ranks are waited for, whose parts are out of reach."""
+        self.has_awaited_lost = False
+        """Whether lost ranks have been waited for before, so that steps are undone now."""
         self.fell_back = False
         """Whether the run has already returned to an earlier step."""
 
@@ -138,7 +144,7 @@ class IncidentLog:
             start_s=self.start_s,
             step_s=step_s,
             cut_over=cut_over,
-            does_not_fit=current.does_not_fit if current else "",
+            does_not_fit=current.does_not_fit if current and cut_over == current.refused else "",
         )
 
     def close(self) -> None:

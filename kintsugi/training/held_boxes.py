@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from kintsugi.checkpoint.snapshot import HeldSnapshots, Snapshots, SnapshotSegments, SnapshotSlot, find_slot
 from kintsugi.checkpoint.store import PART_MARK, tensor_of
-from kintsugi.errors import IntegrityError, RefusedError, WorldError
+from kintsugi.errors import GroupBroken, IntegrityError, RefusedError, WorldError
 from kintsugi.model.arrays import Array
 from kintsugi.model.seats import Seat
 from kintsugi.protocol.recovery import BoxCopies
@@ -57,12 +57,15 @@ class BoxForm:
     def seat(self) -> Seat:
         return self.box.seat
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the state, the gradient and the weights that are computed with."""
-        parameters = self.box.layout.num_parameters
-        master = (self.box.size + parameters) * int(self.like.itemsize)
-        return master + parameters * int(self.reference_like.itemsize)
+    def num_bytes(self, *, gathers_layers: bool) -> int:
+        """Memory of the state, the gradient and the weights that are computed with. A rank that gathers weights layer
+        by layer has the gradient of its box alone, and no weights to compute with, unless it holds everything."""
+        is_cut = gathers_layers and self.seat.shards > 1
+        gradient = self.box.num_parameters if is_cut else self.box.layout.num_parameters
+        weights = 0 if is_cut else self.box.layout.num_parameters
+        return (self.box.size + gradient) * int(self.like.itemsize) + weights * int(
+            self.reference_like.itemsize
+        )
 
     def by_name(self, flat: Array, reference: Array | None) -> dict[str, Any]:
         frozen = {} if reference is None else reference_by_name(self.reference, reference)
@@ -188,6 +191,8 @@ class BoxReader:
                     return read_box(held, form, step=step, digest=digest, stage=stage)
                 stored, counters = self.fetch(step, copy.source, copy.owner, copies.box)
                 return fetch_box(stored, counters, form, digest=digest, stage=stage)
+            except GroupBroken:
+                raise
             except WorldError as error:
                 failures.append(f"{copy.source}: {error}")
         tried = "; ".join(failures) or "no place is known"

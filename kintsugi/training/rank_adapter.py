@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kintsugi.config.stages import Stage
-from kintsugi.errors import IntegrityError, RefusedError, WorldError
+from kintsugi.errors import GroupBroken, IntegrityError, RefusedError, WorldError
 from kintsugi.model.arrays import Array
 from kintsugi.protocol.recovery import BoxCopies, MeshShape, RankReady, RebuildGroup
 from kintsugi.recovery.rank import SNAPSHOT_PREFIX, Flow
@@ -176,10 +176,15 @@ class RankAdapter(ABC):
         reader = self._seating.boxes
         try:
             self._state.assemble(step, boxes=boxes, reader=reader, stages=self._stages, digest=digest)
-        except WorldError:
+        except GroupBroken:
+            raise
+        except WorldError as first:
             if not begun:
                 raise
-            self._state.assemble(step, boxes=boxes, reader=reader, stages=self._stages, begun=begun)
+            try:
+                self._state.assemble(step, boxes=boxes, reader=reader, stages=self._stages, begun=begun)
+            except RefusedError as second:
+                raise RefusedError(f"{second}; as it was committed: {first}") from second
         self._forget()
 
     @abstractmethod

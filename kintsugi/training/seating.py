@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kintsugi.checkpoint.snapshot import NUM_SLOTS, SnapshotSegments
 from kintsugi.config.schema import Config
-from kintsugi.errors import DoesNotFit
+from kintsugi.errors import DoesNotFit, Unfit
 from kintsugi.model.seats import Mesh, Seat, mesh_of, seat_of, snapshots_of
 from kintsugi.protocol.recovery import MeshShape
 from kintsugi.telemetry.collect.cgroups import available_memory_bytes
@@ -42,6 +42,7 @@ class RankSeating:
         self._available_bytes = available_bytes
         self._state, self._process = state, process
         self._configured = mesh_of(config.actor.layout)
+        self._gathers_layers = config.actor.layout.gathers_layers
         self._open_state, self._changed = open_state, changed
         self.boxes = BoxReader(KeptSnapshots(segments), fetch, self._form)
 
@@ -57,9 +58,18 @@ class RankSeating:
         if state.prepared_step == step:
             state.commit(step)
         last = state.committed_step
-        self.boxes.kept.keep(state.release(), step=last)
+        self.boxes.kept.keep(
+            state.release(), step=max(last, step)
+        )  # A replacement has committed nothing itself.
         self.boxes.kept.take_back(snapshots_of(self._process, seat, self._configured))
-        self._state = self._open_state(mesh)
+        try:
+            self._state = self._open_state(mesh)
+        except Unfit:
+            raise
+        except Exception as error:  # Whatever it is: the state before is gone.
+            raise Unfit(
+                f"box {seat.box!r} could not be opened after the one before was given up: {error}"
+            ) from error
         self._changed(self._state)
         return self._state
 
@@ -68,7 +78,8 @@ class RankSeating:
         memory beside those of the box before, what the rank computes with takes the place of the one before."""
         state = self._state
         now, then = state.form_of(state.seat), state.form_of(seat)
-        in_place = then.num_bytes - now.num_bytes
+        gathers = self._gathers_layers
+        in_place = then.num_bytes(gathers_layers=gathers) - now.num_bytes(gathers_layers=gathers)
         if in_place <= 0:
             return
         snapshots = NUM_SLOTS * then.box.size * then.like.itemsize

@@ -148,6 +148,11 @@ class TrainingState(RankState):
         self._box.take(self._weights, whole)
         return whole.to(dtype)
 
+    def enter_mesh(self, mesh: Mesh) -> None:
+        super().enter_mesh(mesh)
+        for each in self._passes.values():
+            each.enter(self._box)
+
     def _unit_pass(self, part: str, model: Transformer) -> UnitPass:
         units = units_of(self._box, part)
         gradient = self._box.part(part).within(self.gradient)
@@ -293,6 +298,7 @@ class TrainingState(RankState):
     def release(self) -> Snapshots:
         """End the life of this state: the memory that it has on the device is free at once."""
         tensors, snapshots = self.resident(), super().release()
+        self._initial = None
         for storage in (tensor.untyped_storage() for tensor in tensors):
             if storage.resizable():
                 storage.resize_(0)

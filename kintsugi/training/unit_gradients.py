@@ -68,6 +68,10 @@ class UnitGradients:
             parameter.requires_grad = True
             parameter.register_post_accumulate_grad_hook(partial(self._collect, name))
 
+    def enter(self, box: Box) -> None:
+        """Exchange with the ranks of another mesh, in which this rank holds the same box."""
+        self._box = box
+
     def begin(self, leaves: Leaves, group: Column) -> None:
         """Begin a backward pass over these samples."""
         self._leaves, self._group = leaves, group

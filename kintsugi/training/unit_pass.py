@@ -20,6 +20,7 @@ from torch import Tensor
 from kintsugi.model.transformer import DecoderLayer, PackedPass, Transformer
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.training.batch import MicroBatch
+from kintsugi.training.boxes import Box
 from kintsugi.training.group import Column
 from kintsugi.training.losses import BatchLoss
 from kintsugi.training.unit_gradients import Leaves, UnitGradients
@@ -47,6 +48,11 @@ class UnitPass:
         layers = model.model.layers
         self._layers = [layer for layer in layers if isinstance(layer, DecoderLayer)]
         assert len(self._layers) == len(units.layers) == len(layers)
+
+    def enter(self, box: Box) -> None:
+        """Exchange with the ranks of another mesh, in which this rank holds the same box."""
+        self._weights.enter(box)
+        self._gradients.enter(box)
 
     def learn(
         self,

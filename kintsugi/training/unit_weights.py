@@ -46,6 +46,10 @@ class UnitWeights:
         for unit in units:
             self.drop(unit)
 
+    def enter(self, box: Box) -> None:
+        """Exchange with the ranks of another mesh, in which this rank holds the same box."""
+        self._box = box
+
     def in_order(
         self, steps: Sequence[Sequence[Unit]], group: Column
     ) -> Generator[Sequence[Unit], None, None]:

@@ -231,6 +231,7 @@ class ModelWorker:
     def _take_state(self, state: RankState) -> None:
         """Go on with a fresh state, for another seat."""
         self._source.forget()
+        self._source.forget_others()
         self._state, self._is_blank = state, True
         self._calls = self._open_calls(state)
         self._source = StateSource(state, self._bulk_server, boxes=self._seating.boxes)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -48,8 +48,24 @@ def simulate(name: str, *faults: PlannedSimFault) -> SimulationOutcome:
     ).run()
 
 
+def kill_a_collector(name: str) -> SimulationOutcome:
+    """A run in which a rollout worker is killed, compared with one of the samples as they are drawn now."""
+    killed = PlannedSimFault(SimulatedFaultKind.KILL, "rollout-1", state="collecting", step=3, delay_s=0.05)
+    plan = SimulatedFaultPlan([killed])
+    return SimulatedCluster(CONFIGS[name], seed=0, plan=plan, reference=undisturbed(CONFIGS[name])).run()
+
+
 def seeds_of(name: str, *, count: int) -> list[int]:
     return [seed for seed in range(2000) if shape_of(seed).variant.name == name][:count]
+
+
+def with_other_rewards(monkeypatch: pytest.MonkeyPatch, *, count: int) -> Iterator[Runner]:
+    """Runners of simulations whose samples have other rewards: whether the order of groups matters hangs on them."""
+    drawn = workers.drawn_digest
+    for number in range(count):
+        other = partial(lambda key, weights, suffix: drawn(key + suffix, weights), suffix=f" {number}")
+        monkeypatch.setattr(workers, "drawn_digest", other)
+        yield Runner()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -101,8 +117,11 @@ def test_groups_that_are_judged_as_they_arrive_are_caught(monkeypatch: pytest.Mo
                 left -= 1
 
     monkeypatch.setattr(EpisodeDispatch, "resample", resample)
-    runner = Runner()
-    assert any(runner.run(seed).violations for seed in seeds_of("dapo", count=20))
+    assert any(
+        runner.run(seed).violations
+        for runner in with_other_rewards(monkeypatch, count=4)
+        for seed in seeds_of("dapo", count=5)
+    )
 
 
 def test_a_bound_that_a_new_master_has_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,21 +138,26 @@ def test_a_bound_that_a_new_master_has_forgotten_is_caught(monkeypatch: pytest.M
 
     reference("dapo")
     monkeypatch.setattr(EpisodeDispatch, "resample", resample)
-    # By then the fourth step has used up some of its bound.
-    killed = PlannedSimFault(SimulatedFaultKind.KILL, "master-0", state="collecting", step=3, delay_s=0.1)
+    # By then the seventh step has used up some of its bound.
+    killed = PlannedSimFault(SimulatedFaultKind.KILL, "master-0", state="collecting", step=6, delay_s=0.2)
     assert any("is not that of the undisturbed run" in why for why in simulate("dapo", killed).violations)
 
 
 def test_an_answer_that_is_refused_for_a_sample_that_was_set_aside_before_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    killed = PlannedSimFault(SimulatedFaultKind.KILL, "rollout-1", state="collecting", step=3, delay_s=0.05)
-    outcome = simulate("ppo", killed)
-    returned = {fact.ticket for fact in outcome.facts if isinstance(fact, TicketReturned)}
-    aside = {ticket_of(fact.key) for fact in outcome.facts if isinstance(fact, SampleQuarantined)}
-    assert aside & returned and (outcome.outcome, outcome.violations) == ("finished", [])
-    monkeypatch.setattr(Ledger, "quarantined_of", lambda _ledger, _ticket: frozenset())
-    assert any("still collecting" in why for why in simulate("ppo", killed).violations)
+    remembered = Ledger.quarantined_of
+    caught = []
+    for _ in with_other_rewards(monkeypatch, count=8):  # And other samples whose reward is not a number.
+        monkeypatch.setattr(Ledger, "quarantined_of", remembered)
+        outcome = kill_a_collector("ppo")
+        returned = {fact.ticket for fact in outcome.facts if isinstance(fact, TicketReturned)}
+        aside = {ticket_of(fact.key) for fact in outcome.facts if isinstance(fact, SampleQuarantined)}
+        assert (outcome.outcome, outcome.violations) == ("finished", [])
+        if aside & returned:
+            monkeypatch.setattr(Ledger, "quarantined_of", lambda _ledger, _ticket: frozenset())
+            caught += [why for why in kill_a_collector("ppo").violations if "still collecting" in why]
+    assert caught
 
 
 def test_a_step_that_loses_more_groups_than_it_needs_ends_a_run_rightly(

@@ -46,7 +46,7 @@ from kintsugi.model.seats import Mesh, mesh_of, seat_of, snapshots_of, without_h
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import RebuildGroup
 from kintsugi.protocol.training import Save
-from kintsugi.recovery.incident_log import IncidentLog
+from kintsugi.recovery.incident_log import Incident, IncidentLog
 from kintsugi.recovery.rank import Flow
 from kintsugi.recovery.rank_protocol import RankOrders, RankProtocol, RankSet
 from kintsugi.recovery.states import RecoveryState
@@ -271,14 +271,13 @@ class RecoveryCoordinator:
         waited_s = now - self.protocol.since[_S.WAITING]
         limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
         incident = self._incidents.current
-        # The live ranks can not hold what is missing.
-        is_alone = incident is not None and bool(incident.does_not_fit) and bool(self._cut_over())
-        if is_alone or not self._decision.state.members.live(
-            Role.MODEL
-        ):  # No rank can continue without them.
-            limit_s = max(limit_s, self._config.cluster.start_timeout_s)
+        is_alone = incident is not None and self._can_not_hold(incident)
+        if is_alone or not self._decision.state.members.live(Role.MODEL):
+            limit_s = max(limit_s, self._config.cluster.start_timeout_s)  # No rank can continue without them.
         if waited_s <= limit_s and (is_alone or not self._processes.cannot_start(Role.MODEL)):
             return report
+        if incident is not None and incident.awaits_lost:  # They did not come: steps are undone instead.
+            incident.awaits_lost, incident.does_not_fit = False, ""
         chosen, incident = self._choose(now, replacements_fail=True), self._incidents.current
         if incident is None or incident.strategy is not Strategy.ELASTIC:
             return chosen
@@ -302,7 +301,7 @@ class RecoveryCoordinator:
         incident.attempts += 1
         kind = classify(fault)
         if fault.kind == DoesNotFit.__name__:
-            incident.does_not_fit = fault.message
+            incident.does_not_fit, incident.refused = fault.message, self.protocol.mesh.ranks
         elif self.protocol.state is _S.REPAIRING and fault.kind != DeadlineExceeded.__name__:
             incident.repairs += 1
             self._decision.add_effect(ShareBook())  # The rank may not have the addresses of the others yet.
@@ -420,23 +419,31 @@ class RecoveryCoordinator:
         return True
 
     def _await_lost(self) -> bool:
-        """Wait for lost ranks rather than undo steps, once per incident, where the snapshots of their parts may be on
+        """Wait for lost ranks before steps are undone, once per incident, where the snapshots of their parts may be on
         hosts without a live rank that could read them."""
         incident, state = self._incidents.current, self._decision.state
         assert incident is not None
-        before = mesh_of_step(self._config, state, state.step)
-        if before == self.protocol.mesh or incident.does_not_fit:
+        before, members = mesh_of_step(self._config, state, state.step), state.members
+        if before == self.protocol.mesh or incident.does_not_fit or incident.has_awaited_lost:
             return False
+        with_readers = {members.members[rank].host for rank in members.live(Role.MODEL)}
         lost = [
             name
             for name in before.ranks or rank_names(self._config.actor.workers)
-            if not state.members.is_live(name)
-            and state.members.agent_of(state.homes.get(name, "")) is not None
+            if not members.is_live(name)
+            and state.homes.get(name, "") not in with_readers
+            and members.agent_of(state.homes.get(name, "")) is not None
         ]
         if lost:
+            incident.awaits_lost = incident.has_awaited_lost = True
             incident.does_not_fit = f"what {', '.join(lost)} held is out of reach of the live ranks"
+            incident.refused = self._cut_over()
             incident.attempts = incident.repairs = 0
         return bool(lost)
+
+    def _can_not_hold(self, incident: Incident) -> bool:
+        """Whether the live ranks are known not to be able to hold what is missing as well."""
+        return bool(incident.does_not_fit) and incident.refused == self._cut_over() != ()
 
     def _send_home(self, ranks: list[str], fault: Fault, now: float) -> bool:
         """Start ranks without their part of the state again on the hosts where the snapshots of it are, once per

@@ -135,10 +135,10 @@ def test_an_experiment_that_changes_this_machine_is_refused_by_name_on_others(na
         )
 
 
-def test_the_fragile_system_and_an_engine_without_a_way_in_are_refused_by_name() -> None:
+def test_the_fragile_system_and_an_engine_without_machines_are_refused_by_name() -> None:
     for names, profile, on, why in (
         (["S2"], "fragile", "hosts.txt", "the fragile system runs on one machine"),
-        (["node_loss"], "ours", "ray", "got ray"),
+        (["node_loss"], "ours", "slurm", "--on slurm: expected an allocation"),
     ):
         with pytest.raises(UserError, match=why):
             commands.run_experiments(

@@ -42,9 +42,12 @@ def test_nothing_is_said_of_a_process_that_was_there_for_a_moment(growth: Resour
 
 
 def test_a_process_counts_over_its_own_life_however_long_the_others_lived(growth: ResourceGrowth) -> None:
-    with subprocess.Popen(
-        ["sleep", "60"]
-    ) as steady:  # This process may close sockets of earlier tests meanwhile.
+    # A process of its own: this one may close sockets of earlier tests meanwhile.
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as steady:
+        assert steady.stdin is not None and steady.stdout is not None
+        steady.stdin.write(b"is past its start, in which it opens libraries\n")
+        steady.stdin.flush()
+        steady.stdout.readline()
         for _ in range(5 * MIN_SAMPLES):
             growth.sample({"launcher": steady.pid})
         steady.kill()
