@@ -29,8 +29,8 @@ another 40 s, by default, and prefers it, as it looks empty."""
 UNPLACED_S = 10.0
 """Time for another node to take a pod, after which the avoided one may have it."""
 UNTAKEN_S = 10.0
-"""Time for the kubelet of a node to see the pod of a host that is replaced, from when it was placed there; one that lives
-does within a second."""
+"""Time for the kubelet of a node to see the pod of a host that is replaced, from when it was placed there; one that
+lives does within a second."""
 
 
 class PodPhase(StrEnum):
