@@ -242,7 +242,7 @@ class RankState(ABC):
 
     def release(self) -> Snapshots:
         """End the life of this state, whose process takes another seat: its memory is free, its snapshots stay."""
-        self._copies.drop_prepared()  # Also one that waits for a save: nobody returns to it.
+        self._copies.drop_prepared()  # Also one that waits for a save: no rank returns to it.
         self._weights = self._moments = self._reference = None
         return self._snapshots
 
