@@ -86,7 +86,7 @@ END_GRACE_S = 2.0
 PATIENCE_S = 1.5
 """Time for children to end on their own after the master has sent `Shutdown` to all processes."""
 LAST_MESSAGES_S = 0.1
-"""Time to receive the last messages of an adopted master that has ended."""
+"""Time to receive the last messages of a master that has ended."""
 FLUSH_S = 0.2
 """Time for the last messages to a master that may have ended."""
 
@@ -481,8 +481,8 @@ class Agent:
 
     def _on_master_ended(self, child: ChildProcess, status: int | None) -> None:
         """Start another master if that may help; otherwise its end is the end of the run."""
-        if status is None and self._membership.shutdown_reason is None:
-            # An adopted master may have sent `Shutdown` that is not read yet.
+        if (status is None or status >= 0) and self._membership.shutdown_reason is None:
+            # It may have sent `Shutdown` that is not read yet; without it, children would not get time to end.
             for delivery in self._endpoint.poll(LAST_MESSAGES_S):
                 self._handle(delivery)
         announced = self._membership.shutdown_reason is not None
