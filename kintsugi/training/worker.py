@@ -92,6 +92,7 @@ from kintsugi.training.group import Groups
 from kintsugi.training.held_out_pairs import HeldOutPairs
 from kintsugi.training.joint_answer import Joint, JointAnswer
 from kintsugi.training.peer_replication import KEEP_TIMEOUT_S, PeerReplica, choose_agent
+from kintsugi.training.rank_adapter import RankAdapter
 from kintsugi.training.rank_state import RankState
 from kintsugi.training.rollout_writer import RolloutStore
 from kintsugi.training.sample_fetch import StepSamples, await_answer
@@ -180,25 +181,10 @@ class ModelWorker:
         self._rollouts = RolloutStore(config, tokenizer=tokenizer, run_dir=run_dir)
         self._calls = self._open_calls(state)
         self._state_fetcher = StateFetcher(bulk.client, self._ask, check=self._check)
-        self._seating = RankSeating(
-            state,
-            config,
-            process=shell.process,
-            segments=snapshots,
-            open_state=open_state or self._open_nothing,
-            fetch=self._fetch_box,
-            changed=self._take_state,
-        )
+        self._seating = self._open_seating(snapshots, open_state or self._open_nothing)
         self._bulk_server = bulk.server
         self._source = StateSource(state, bulk.server, boxes=self._seating.boxes)
-        self._saver = CheckpointSaver(
-            model_files=self._model_files,
-            keep=config.checkpoint.keep,
-            reply=shell.reply,
-            fail=shell.fail,
-            emit=emit,
-            delivery=delivery,
-        )
+        self._saver = self._open_saver(delivery)
         self._box_saver = BoxSaver(reply=shell.reply, fail=shell.fail, delivery=delivery)
         self._delivery = delivery
         self._peer_replica = PeerReplica(
@@ -208,17 +194,41 @@ class ModelWorker:
             bytes_per_s=config.cluster.bandwidth.copies,
             emit=emit,
         )
-        self._adapter = framework.open_adapter(
-            state,
-            process=shell.process,
-            keys=shell.keys,
+        self._adapter = self._open_adapter()
+        self._processor = Processor(self._adapter)
+
+    def _open_seating(self, snapshots: SnapshotSegments | None, open_state: OpenState) -> RankSeating:
+        return RankSeating(
+            self._state,
+            self._config,
+            process=self._shell.process,
+            segments=snapshots,
+            open_state=open_state,
+            fetch=self._fetch_box,
+            changed=self._take_state,
+        )
+
+    def _open_saver(self, delivery: CheckpointDelivery | None) -> CheckpointSaver:
+        return CheckpointSaver(
+            model_files=self._model_files,
+            keep=self._config.checkpoint.keep,
+            reply=self._shell.reply,
+            fail=self._shell.fail,
+            emit=self._emit,
+            delivery=delivery,
+        )
+
+    def _open_adapter(self) -> RankAdapter:
+        return self._framework.open_adapter(
+            self._state,
+            process=self._shell.process,
+            keys=self._shell.keys,
             stages=self._stages,
             load_state=self._load_state,
             forget=self._forget,
             interruption=self._interruption,
             seating=self._seating,
         )
-        self._processor = Processor(self._adapter)
 
     def _open_calls(self, state: RankState) -> TrainingCalls:
         return self._framework.open_calls(

@@ -514,7 +514,7 @@ def test_what_the_watch_suspects_is_an_input_like_any_other_and_a_recorded_run_g
     begun: Run,
 ) -> None:
     begun.ask(begun.register())
-    gone = Suspected("agent-0", "a", "nobody there speaks", "host", HOST_LOST_S)
+    gone = Suspected("agent-0", "a", "no process of it answers", "host", HOST_LOST_S)
     begun.shell._detector = OneSuspicion(gone)
     begun.turn_until(lambda: not begun.shell._master.state.members.is_live("agent-0"))
     recorded = [one.event for one in read_inputs(begun.run_dir / "inputs")]

@@ -56,7 +56,7 @@ def test_a_rank_with_the_whole_state_is_started_where_it_is_planned_also_after_i
     driven.until(lambda: driven.state.step == 1)
     driven.until(Phase.TRAINING)
     agent = driven.state.members.members["agent-1"]
-    driven.feed(Suspected("agent-1", agent.incarnation, "nobody there speaks", "host", HOST_LOST_S))
+    driven.feed(Suspected("agent-1", agent.incarnation, "no process of it answers", "host", HOST_LOST_S))
     driven.world.hosts.pop("agent-1")
     driven.until(lambda: driven.state.homes["model-1"] == "host-0")
     driven.world.hosts["agent-1"] = "host-1"
@@ -75,7 +75,7 @@ def test_a_rank_that_finds_its_part_nowhere_is_started_again_where_the_snapshot_
     for process in list(driven.world.children["host-1"]):
         driven.world.kill(process)
     agent = driven.state.members.members["agent-1"]
-    driven.feed(Suspected("agent-1", agent.incarnation, "nobody there speaks", "host", HOST_LOST_S))
+    driven.feed(Suspected("agent-1", agent.incarnation, "no process of it answers", "host", HOST_LOST_S))
     assert requested(driven, "model-1")[-1].host == "host-0"
     report(driven, "1.9", host="host-1")
     step = driven.state.step
@@ -152,7 +152,7 @@ def test_children_that_were_replaced_elsewhere_are_ended_when_their_host_comes_b
     driven.until(Phase.TRAINING)
     old = driven.world.reports("host-1")
     agent = driven.state.members.members["agent-1"]
-    driven.feed(Suspected("agent-1", agent.incarnation, "nobody there speaks", "host", HOST_LOST_S))
+    driven.feed(Suspected("agent-1", agent.incarnation, "no process of it answers", "host", HOST_LOST_S))
     report(driven, "2", host="host-1")
     stopped = {request.body for request in driven.asked(StopProcess) if request.to == "agent-1"}
     assert stopped == {StopProcess(child.process, child.incarnation, 0.0) for child in old}
@@ -205,7 +205,7 @@ def test_when_a_host_is_lost_its_processes_are_ordered_from_another() -> None:
     for process in gone:
         driven.world.kill(process)
     agent = driven.state.members.members["agent-1"]
-    silent = Suspected("agent-1", agent.incarnation, "nobody there speaks", "host", HOST_LOST_S)
+    silent = Suspected("agent-1", agent.incarnation, "no process of it answers", "host", HOST_LOST_S)
     driven.feed(msgspec.structs.replace(silent, lasting_s=HOST_LOST_S / 2))
     assert not any(isinstance(fact, ProcessLost) for fact in driven.facts), "it is given time to come back"
     driven.feed(silent)
@@ -224,7 +224,7 @@ def test_what_an_agent_had_not_started_when_its_host_was_lost_is_started_elsewhe
     for other in list(driven.world.children["host-1"]):
         driven.world.kill(other)
     agent = driven.state.members.members["agent-1"]
-    driven.feed(Suspected("agent-1", agent.incarnation, "nobody there speaks", "host", HOST_LOST_S))
+    driven.feed(Suspected("agent-1", agent.incarnation, "no process of it answers", "host", HOST_LOST_S))
     driven.world.hosts.pop("agent-1")
     driven.until(Phase.ENDED)
     assert requested(driven, process)[-1].host == "host-0"
