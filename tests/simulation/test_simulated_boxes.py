@@ -28,6 +28,11 @@ BOX_LOST = 8
 RECUT = (1225, 30269)
 """Seeds with layouts in which the ranks form another mesh. 30269: a host without ranks has the only copy of a part."""
 
+BOOK_LOST = 30447
+"""Seed with layouts in which a replaced rank does not get the first address book, and repairs fail at once for that."""
+PAUSED_MASTER = 410051
+"""Seed with layouts in which the master does nothing for longer than a request's deadline, and an answer was lost."""
+
 
 def run(seed: int, *, workers: int = 6, shards: int = 2) -> SimulationOutcome:
     return Runner(num_workers=workers, shards=shards).run(seed)
@@ -126,6 +131,12 @@ def test_disturbed_runs_in_which_the_state_is_cut_again_keep_every_invariant(see
     outcome = Runner(draws_layouts=True).run(seed)
     assert any(isinstance(fact, MeshChanged) for fact in outcome.facts)
     assert outcome.violations == []
+
+
+@pytest.mark.parametrize("seed", [BOOK_LOST, PAUSED_MASTER])
+def test_neither_a_lost_address_book_nor_a_pause_of_the_master_costs_a_step_or_a_rank(seed: int) -> None:
+    outcome = Runner(draws_layouts=True).run(seed)
+    assert (outcome.outcome, outcome.violations, outcome.num_rollbacks) == ("finished", [], 0)
 
 
 def test_layouts_are_drawn_for_each_seed_and_keep_every_invariant() -> None:
