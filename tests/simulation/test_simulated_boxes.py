@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kintsugi.control.phases.train import FORGET_EVERY
 from kintsugi.control.placement import ProcessPlan
 from kintsugi.control.processes import ProcessManager
 from kintsugi.journal.facts import (
@@ -131,6 +132,23 @@ def test_disturbed_runs_in_which_the_state_is_cut_again_keep_every_invariant(see
     outcome = Runner(draws_layouts=True).run(seed)
     assert any(isinstance(fact, MeshChanged) for fact in outcome.facts)
     assert outcome.violations == []
+
+
+def test_hosts_forget_what_they_held_of_meshes_that_are_passed() -> None:
+    config = simulated_config(layout=SimulatedLayout(4, 4, 2))
+    faults = [
+        PlannedSimFault(
+            SimulatedFaultKind.FAIL, agent, "StartProcess", "collecting", 2, about="model-3", times=5
+        )
+        for agent in ("agent-0", "agent-1")
+    ]
+    faults.append(PlannedSimFault(SimulatedFaultKind.KILL, "model-3", state="collecting", step=2))
+    cluster = SimulatedCluster(config, seed=0, plan=SimulatedFaultPlan(faults))
+    outcome = cluster.run()
+    assert (outcome.outcome, outcome.violations) == ("finished", [])
+    assert any(isinstance(fact, MeshChanged) and fact.shards == 3 for fact in outcome.facts)
+    held = [step for host in cluster.hosts.values() for _, step in host.memory.replicas]
+    assert held and min(held) >= outcome.num_steps - FORGET_EVERY
 
 
 @pytest.mark.parametrize("seed", [BOOK_LOST, PAUSED_MASTER])
