@@ -179,6 +179,19 @@ class RecoveryCoordinator:
         self._decision.add_fact(StrategyChosen(incident.number, Strategy.CONTINUE, reason, ()))
         self._decision.explain(reason)
 
+    def goes_on_without(self, rank: str) -> bool:
+        """Whether the group loses nothing with a rank: one that has no seat in it. Its loss alone is an incident that
+        the next step closes; the group takes its successor back as it would have taken the rank."""
+        incident = self._incidents.current
+        if incident is None or self.active or not self.ranks or rank in self.ranks:
+            return False
+        reason = f"{rank} had no seat: the group goes on without it"
+        if tuple(incident.processes) == (rank,):
+            incident.strategy = Strategy.ELASTIC
+            self._decision.add_fact(StrategyChosen(incident.number, Strategy.ELASTIC, reason, ()))
+        self._decision.explain(reason)
+        return True
+
     def observe_start(self, seconds: float) -> None:
         """Record how long the start of the run took, as a measure for replacements."""
         self._incidents.start_s = max(self._incidents.start_s, seconds)

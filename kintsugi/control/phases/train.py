@@ -33,7 +33,7 @@ from kintsugi.protocol.training import CallDone, RunCall
 from kintsugi.types import LogicalShard, Role, SampleMeta, ShardItem
 
 FORGET_EVERY = 4
-"""Committed steps after which agents are told to forget earlier states. Each keeps only the latest ones of a box anyway;
+"""Committed steps after which agents are told to forget earlier states. Each keeps the latest ones of a box anyway;
 this is for boxes of other meshes, and for states of ranks that run elsewhere now. After a lost message the next one
 does the same."""
 
