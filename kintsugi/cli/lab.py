@@ -132,6 +132,12 @@ def simulate(
         f"{told['violation']} in {told['seed']} with {told['fault']}: {told['event']}, "
         f"{report['virtual_s']:,.0f} s of virtual time in {report['wall_s']:.1f} s"
     )
+    met = msgspec.convert(report["coverage"], dict[str, dict[str, object]])
+    events, crashes = met["state_event"], met["state_effect_crash"]
+    say(
+        f"{events['met']} of {events['possible']} pairs of state and event occurred; the master crashed at "
+        f"{crashes['met']} of {crashes['possible']} pairs of state and effect"
+    )
     if report["violating"]:
         say(msgspec.json.format(msgspec.json.encode(report["violating"]), indent=2).decode())
     if json is None:
