@@ -237,6 +237,7 @@ class RunMemory(msgspec.Struct, frozen=True):
             "published": 2 * self._width * self.num_actor,
         }
         computed = self._trained(seat) | self._frozen(seat) | self._micro_batch(seat)
+        computed |= self._start(computed)
         if self.num_devices:
             index = device_index(process, num_devices=self.num_devices)
             if any(role_of(name) is Role.SERVER for name in self.on_device(index)):
@@ -296,6 +297,14 @@ class RunMemory(msgspec.Struct, frozen=True):
             "layers in use": self._width * (2 * largest + second)
             + _GRADIENT_BYTES * ((2 + waiting) * largest + second),
         }
+
+    def _start(self, computed: Mapping[str, int]) -> dict[str, int]:
+        """Memory at the start that exceeds what layers and activations take later: without whole weights a rank keeps
+        those of the actor for a reference or critic that begins with them, until the first stage has begun."""
+        if not (self.config.actor.layout.gathers_layers and stages(self.config)[0].begins_as_actor):
+            return {}
+        later = sum(computed.get(name, 0) for name in ("layers in use", "activations", "logits", "exchange"))
+        return {"initial weights": max(0, self._width * self.num_actor - later)}
 
     def _unit_sizes(self, config: ModelConfig, with_value_head: bool) -> list[int]:
         """Parameters of embedding, layers and head."""

@@ -9,7 +9,7 @@ import torch
 
 from kintsugi.checkpoint.snapshot import SnapshotSegments
 from kintsugi.config.schema import Config, ShareDevice
-from kintsugi.config.stages import Stage
+from kintsugi.config.stages import Stage, stages
 from kintsugi.device_lease.client import DeviceMemory
 from kintsugi.device_lease.memory import KeptMemory, MovedMemory, check_policy
 from kintsugi.model.arrays import Array
@@ -67,7 +67,7 @@ class TorchFramework:
         seat = seat_of(process, mesh or configured)
         tensors = tensor_group(seat, num_slices=config.actor.logical_slices)
         return TrainingState(
-            empty_model(config, device=self._device, seat=seat, tensors=tensors),
+            empty_model(config, device=self._device, seat=seat, tensors=tensors, has_memory=False),
             companions=plan_companions(config),
             compute_dtype=getattr(torch, config.actor.dtype),
             recompute=config.actor.recompute,
@@ -77,6 +77,7 @@ class TorchFramework:
             mesh=mesh,
             tensors=tensors,
             gathers_layers=config.actor.layout.gathers_layers and seat.shards > 1,
+            keeps_initial=stages(config)[0].begins_as_actor,
         )
 
     def fill_initial(self, state: RankState, config: Config) -> None:

@@ -522,9 +522,9 @@ class ModelWorker:
         if not request.transports:
             weights.finish()
             return Published(manifest_of((), version=request.version, step=request.step), ())
-        # Memory that servers map is filled at once.
-        held = dict(weights) if "in_place" in request.transports else weights
-        manifest, sources = self._publisher.publish(held, request, places=places, shapes=state.weight_shapes)
+        manifest, sources = self._publisher.publish(
+            weights, request, places=places, shapes=state.weight_shapes
+        )
         weights.finish()
         return Published(manifest, sources)
 

@@ -81,9 +81,15 @@ class DevicePublisher(Protocol):
         """Versions that are in the memory at the same time: one or two."""
         ...
 
-    def hold(self, named: Mapping[str, Array], *, version: int) -> tuple[Mapping[str, Array], WeightSource]:
+    def hold(
+        self,
+        named: Mapping[str, Array],
+        *,
+        version: int,
+        places: Sequence[tuple[str, int, int]] | None = None,
+    ) -> tuple[Mapping[str, Array], WeightSource]:
         """Copy the weights into memory that does not change until `versions_kept` versions later; return the copies and
-        their source."""
+        their source. Weights are read in the order of their `places`."""
         ...
 
 
@@ -140,7 +146,7 @@ class Publisher:
             self._withdraw(old)
         sources: list[WeightSource] = []
         if self._device is not None and "in_place" in order.transports:
-            named, source = self._device.hold(named, version=version)
+            named, source = self._device.hold(named, version=version, places=places)
             sources.append(source)
         version_layout, is_shared = self._copy_version(
             named, order, mesh=mesh, is_held=bool(sources), places=places, shapes=shapes

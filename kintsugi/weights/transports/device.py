@@ -28,7 +28,7 @@ from kintsugi.model.torch_internals import SharedGpuMemory, copy_all, map_gpu_me
 from kintsugi.runtime.digests import PieceDigest
 from kintsugi.types import DeviceSource, WeightManifest
 from kintsugi.weights.device_digests import piece_digests, to_host, wait_for
-from kintsugi.weights.manifest import ALIGNMENT, aligned, check_digest, check_whole, layout, layout_size
+from kintsugi.weights.manifest import ALIGNMENT, aligned, check_digest, check_whole, copied_together, layout
 from kintsugi.weights.transports.shared_memory import VERSIONS_KEPT
 
 PINNED_BYTES = 16 << 20
@@ -85,19 +85,32 @@ class DeviceSlots:
         self._slots: dict[int, tuple[Tensor, DeviceSource]] = {}
         self._number = _BEING_WRITTEN
 
-    def hold(self, named: Mapping[str, Tensor], *, version: int) -> tuple[dict[str, Tensor], DeviceSource]:
+    def hold(
+        self,
+        named: Mapping[str, Tensor],
+        *,
+        version: int,
+        places: Sequence[tuple[str, int, int]] | None = None,
+    ) -> tuple[Mapping[str, Tensor], DeviceSource]:
         """Copy the weights; return the copies and their source. Where two versions are kept, one that is published
-        again does not overwrite itself, because it may be read meanwhile."""
+        again does not overwrite itself, because it may be read meanwhile. Weights whose `places` are given are read in
+        that order, some at a time: reading them may take memory."""
         self._number += 1
-        memory, source = self._slot(self._number, size=aligned(layout_size(named)) + ALIGNMENT)
-        held = {}
+        own = [place for place in places or layout(named) if place[0] in named]
+        end = max((offset + size for _, offset, size in own), default=0)
+        memory, source = self._slot(self._number, size=aligned(end) + ALIGNMENT)
+        held: dict[str, Tensor] = {}
         with torch.no_grad():
-            for name, offset, size in layout(named):
-                tensor = named[name]
-                held[name] = memory[offset : offset + size].view(tensor.dtype).view(tensor.shape)
             number = _number_of(memory)
             number.fill_(_BEING_WRITTEN)
-            copy_all(list(held.values()), [named[name].detach() for name in held])
+            for together in copied_together(own):
+                tensors = [named[name].detach() for name, _, _ in together]
+                copies = [
+                    memory[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+                    for (_, offset, size), tensor in zip(together, tensors, strict=True)
+                ]
+                copy_all(copies, tensors)
+                held |= {name: copy for (name, _, _), copy in zip(together, copies, strict=True)}
             number.fill_(self._number)
         # Readers in other processes are not ordered after this stream.
         to_host([number], what=f"a copy of version {version}")

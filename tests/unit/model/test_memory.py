@@ -188,3 +188,24 @@ def test_a_tied_embedding_is_state_of_the_last_stage_and_a_copy_in_the_first() -
     assert "tied embedding" not in apart_last
     whole = memory(algorithm=AlgorithmSection(beta=0.1)).of_role(Role.MODEL).device
     assert "tied embedding" not in whole, "one rank needs nothing more"
+
+
+def test_initial_weights_that_are_kept_for_a_reference_count_where_they_exceed_what_comes_later() -> None:
+    deep = msgspec.structs.replace(QWEN, num_layers=400, vocab_size=1024)
+    layout = LayoutSection(shards=4, gather="layer")
+    short = msgspec.structs.replace(GENERATION, max_length=64)
+    kept = {}
+    for beta in (0.0, 0.1):
+        algorithm = AlgorithmSection(beta=beta, batch_size=4, group_size=2)
+        given = memory(
+            actor={"workers": 4, "layout": layout, "micro_batch_tokens": 64},
+            generation=short,
+            algorithm=algorithm,
+            num_devices=4,
+        )
+        for model in (QWEN, deep):
+            found = msgspec.structs.replace(given, model=model).of_process("model-0").device
+            kept[beta, model.num_layers] = found.get("initial weights", 0)
+    assert kept[0.0, 28] == kept[0.0, 400] == 0, "nothing begins with them"
+    assert kept[0.1, 28] == 0, "embedding and activations take more later"
+    assert 0 < kept[0.1, 400] < 2 * num_parameters(deep)
