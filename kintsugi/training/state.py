@@ -48,6 +48,7 @@ from kintsugi.training.unit_gradients import UnitGradients
 from kintsugi.training.unit_pass import UnitPass
 from kintsugi.training.unit_weights import UnitWeights
 from kintsugi.training.units import units_of
+from kintsugi.weights.transports.device import SharedWeights
 
 
 class TrainingState(RankState):
@@ -68,6 +69,7 @@ class TrainingState(RankState):
         mesh: Mesh | None = None,
         tensors: TensorGroup | None = None,
         gathers_layers: bool = False,
+        shares_weights: bool = False,
         keeps_initial: bool = True,
     ) -> None:
         """Take over `model` (fp32): its parameters become views of the flat weights; it may have no memory, where
@@ -75,8 +77,9 @@ class TrainingState(RankState):
         under the name of `process` in the host's `segments`, or in private memory. With `recompute` the trained models
         keep no activations within their layers. `seat` tells which box of the state this rank holds in `mesh`. With
         `tensors` all models are computed in its logical slices, of which `model` has this rank's. With `gathers_layers`
-        this rank has no whole weights of its own (`unit_pass.py`). `keeps_initial`: whether the first stage may begin
-        with initial weights of the actor, where no rank keeps whole weights."""
+        this rank has no whole weights of its own (`unit_pass.py`). With `shares_weights` the weights that it computes
+        with are in memory that servers on the device can read, where they are apart from the state. `keeps_initial`:
+        whether the first stage may begin with initial weights of the actor, where no rank keeps whole weights."""
         assert model.dtype == torch.float32, f"master weights are float32, got {model.dtype}"
         assert not gathers_layers or (seat.shards > 1 and seat.mesh.model_ranks == 1 and tensors is None)
         self._tensors, self._gathers_layers = tensors, gathers_layers
@@ -119,6 +122,11 @@ class TrainingState(RankState):
         begun, whose reference and critic may begin with them."""
         self._tied: dict[str, TiedGradient] = {}
         self._passes: dict[str, UnitPass] = {}
+        self.shared_weights: SharedWeights | None = None
+        """Memory of the weights in the compute type, where servers on the device can read them there."""
+        if shares_weights and seat.is_whole and compute_dtype != torch.float32:
+            size = self._layout.num_parameters * compute_dtype.itemsize
+            self.shared_weights = SharedWeights(size, device=self._live.device)
         if gathers_layers and keeps_initial:
             self._initial = self._weights.new_zeros(self._layout.num_parameters, dtype=compute_dtype)
         self._compute_weights = self._whole_weights(compute_dtype)
@@ -156,6 +164,8 @@ class TrainingState(RankState):
 
     def _whole_weights(self, dtype: torch.dtype) -> Tensor:
         """Memory of the whole weights of all models in the compute type, with those of the state if that is whole."""
+        if self.shared_weights is not None:
+            return self.shared_weights.flat(dtype).copy_(self._weights)
         if self._box.is_whole:
             return self._weights.to(dtype)
         size = 0 if self._gathers_layers else self._layout.num_parameters
@@ -459,6 +469,10 @@ class TrainingState(RankState):
         elif number % settings.copy_every == 0:
             reference.copy_(actor)
         self._refresh_reference()
+
+    def _begin_change(self) -> None:
+        if self.shared_weights is not None:
+            self.shared_weights.begin_change()
 
     def _weights_changed(self, *, reference: Tensor | None) -> None:
         """Refresh the compute weights after the live tensor was replaced; `reference` is the frozen one."""

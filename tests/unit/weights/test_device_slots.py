@@ -14,38 +14,18 @@ import torch
 from torch import Tensor
 
 from kintsugi.errors import IntegrityError
-from kintsugi.model.torch_internals import SharedGpuMemory
 from kintsugi.types import DeviceSource, WeightManifest
 from kintsugi.weights import manifest as manifest_module
 from kintsugi.weights.manifest import aligned, build_manifest, layout_of
-from kintsugi.weights.transports import device as module
 from kintsugi.weights.transports.device import DeviceSlots, MappedSlots
+from tests.unit.weights.shared_memories import SharedMemories
 
 CPU = torch.device("cpu")
 
 
-class SharedMemories:
-    """Memory that was exported, and what was mapped of it."""
-
-    def __init__(self) -> None:
-        self.exported: list[Tensor] = []
-        self.num_mapped = 0
-
-    def share(self, tensor: Tensor) -> SharedGpuMemory:
-        self.exported.append(tensor)
-        return SharedGpuMemory(b"%d" % len(self.exported), tensor.nbytes, 0, b"", 0, b"", False)
-
-    def map(self, shared: SharedGpuMemory, *, device: torch.device) -> Tensor:
-        self.num_mapped += 1
-        return self.exported[int(shared.handle) - 1]
-
-
 @pytest.fixture
 def memories(monkeypatch: pytest.MonkeyPatch) -> SharedMemories:
-    memories = SharedMemories()
-    monkeypatch.setattr(module, "share_gpu_memory", memories.share)
-    monkeypatch.setattr(module, "map_gpu_memory", memories.map)
-    return memories
+    return SharedMemories.in_place_of_the_device(monkeypatch)
 
 
 def weights_of(version: int) -> dict[str, Tensor]:
