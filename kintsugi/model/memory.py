@@ -50,8 +50,22 @@ _STATE_BYTES, _GRADIENT_BYTES = 12, 4
 def published_versions(config: Config) -> int:
     """Versions of the weights that a rank keeps on a card for servers there. A synchronous run publishes the next one
     only when every server has the last one; a server that is late, or new in that moment, finds it overwritten and
-    loads the next."""
+    loads the next. That one may be what the rank computes with (`shares_weights`)."""
     return 1 if config.asynchrony.max_staleness == 0 else 2
+
+
+def shares_weights(config: Config) -> bool:
+    """Whether the version that a rank publishes on its card is the weights that it computes with, which change only
+    with the next update. Not where an earlier version is kept, where they are moved away when the card is lent, or
+    where they are the state itself or a part of a model."""
+    actor = config.actor
+    return (
+        published_versions(config) == 1
+        and actor.dtype == "bfloat16"
+        and actor.logical_slices == 1
+        and mesh_of(actor.layout).boxes == 1
+        and config.cluster.share_device != "offload"
+    )
 
 
 class ProcessMemory(msgspec.Struct, frozen=True):
@@ -237,11 +251,13 @@ class RunMemory(msgspec.Struct, frozen=True):
             "published": 2 * self._width * self.num_actor,
         }
         computed = self._trained(seat) | self._frozen(seat) | self._micro_batch(seat)
+        computed |= self._start(computed)
         if self.num_devices:
             index = device_index(process, num_devices=self.num_devices)
             if any(role_of(name) is Role.SERVER for name in self.on_device(index)):
                 del kept["published"]
-                computed["published"] = published_versions(self.config) * self._width * self.num_actor
+                versions = 0 if shares_weights(self.config) else published_versions(self.config)
+                computed["published"] = versions * self._width * self.num_actor
             computed["slack"] = int(SLACK * sum(computed.values()))
         return self._placed(computed, kept)
 
@@ -296,6 +312,14 @@ class RunMemory(msgspec.Struct, frozen=True):
             "layers in use": self._width * (2 * largest + second)
             + _GRADIENT_BYTES * ((2 + waiting) * largest + second),
         }
+
+    def _start(self, computed: Mapping[str, int]) -> dict[str, int]:
+        """Memory at the start that exceeds what layers and activations take later: without whole weights a rank keeps
+        those of the actor for a reference or critic that begins with them, until the first stage has begun."""
+        if not (self.config.actor.layout.gathers_layers and stages(self.config)[0].begins_as_actor):
+            return {}
+        later = sum(computed.get(name, 0) for name in ("layers in use", "activations", "logits", "exchange"))
+        return {"initial weights": max(0, self._width * self.num_actor - later)}
 
     def _unit_sizes(self, config: ModelConfig, with_value_head: bool) -> list[int]:
         """Parameters of embedding, layers and head."""
