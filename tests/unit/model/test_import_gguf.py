@@ -5,19 +5,18 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kintsugi.errors import ModelError
-from kintsugi.model import huggingface, import_gguf
+from kintsugi.model import gguf_weights, huggingface
 from kintsugi.model.architecture import ModelConfig, num_parameters
 from kintsugi.model.attention import PackedLayout
 from kintsugi.model.gguf_file import read_gguf
 from kintsugi.model.gguf_tokenizer import read_tokenizer
-from kintsugi.model.import_gguf import gguf_config, import_model
+from kintsugi.model.import_gguf import _block_size, gguf_config, import_model
 from kintsugi.model.tokenizer import Tokenizer, character_tokenizer
 from kintsugi.model.transformer import Transformer, initialize
 from tests.unit.generation.driven_runner import Driven, request_of, runner_of
@@ -104,9 +103,10 @@ def test_a_source_that_is_no_model_is_refused(name: str, tmp_path: Path) -> None
 def test_a_missing_gguf_reader_is_named_with_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    config = TINY["qwen2"]
+    write_gguf(tmp_path / "model.gguf", config=config, state=new_state(config), quantised="Q5_0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else object())
-    with pytest.raises(ModelError, match=r"needs gguf; install it with `pip install 'kintsugi\[import\]'`"):
+    with pytest.raises(ModelError, match=r"of the GGML type 6 needs gguf; install it with `pip install 'kintsugi\[import\]'`"):
         import_model(tmp_path / "model.gguf", tmp_path / "imported")
 
 
@@ -190,7 +190,7 @@ def test_a_gguf_file_becomes_the_model_that_was_written_into_it(family: str, tmp
 def test_large_weights_become_several_files_with_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_gguf, "MAX_SHARD_BYTES", 60_000)
+    monkeypatch.setattr(gguf_weights, "MAX_SHARD_BYTES", 60_000)
     config = TINY["qwen3"]
     state = new_state(config)
     write_gguf(tmp_path / "model.gguf", config=config, state=state)
@@ -251,9 +251,8 @@ def test_no_damage_to_the_header_raises_anything_but_a_model_error(
 ) -> None:
     path, content = damaged_header
     path.write_bytes(content[:place] + damage + content[place + len(damage) :])
-    sizes = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
     with suppress(ModelError):
-        file = read_gguf(path, block_sizes=sizes)
+        file = read_gguf(path, block_size=_block_size)
         gguf_config(file)
         read_tokenizer(file.metadata, where=path)
 
