@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs 
 from kintsugi.model import gguf_weights, import_gguf
 from kintsugi.model.gguf_blocks import BLOCK_SIZES, NUMBERS
 from kintsugi.model.gguf_tokenizer import _byte_spelling
+from kintsugi.model.tokenizer import Tokenizer
 
 PIECE = 8 << 20
 WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 1536, 8960, 28, 12, 2, 128, 151_936
@@ -214,8 +215,8 @@ def parts_of_an_import(source: Path, *, to: Path) -> dict[str, tuple[float, floa
     timed(import_gguf, "read_tokenizer", "tokenizer made")
     timed(import_gguf, "create_weight_files", "files created")
     timed(gguf_weights.WeightWriter, "write", "weights read, dequantised, written")
-    timed(import_gguf.Tokenizer, "save", "tokenizer written")
-    timed(import_gguf.Tokenizer, "load", "tokenizer read back")
+    timed(Tokenizer, "save", "tokenizer written")
+    timed(Tokenizer, "load", "tokenizer read back")
     timed(gguf_weights.WeightWriter, "sync", "rest of the weights brought to the disk")
     timed(import_gguf, "import_model", "all, without the start of the process")
     import_gguf.import_model(source, to)

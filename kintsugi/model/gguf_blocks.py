@@ -1,9 +1,9 @@
 """Values of a GGUF file's blocks as bfloat16, without torch: the kinds that most files use.
 
-A value is computed in float32 by the operations of the library `gguf`, in their order, and rounded to nearest even: the
-bits are those of `gguf.dequantize(…)` converted by torch. The library works on 16 rows at a time; here an operation goes
-over all blocks of a piece, holds the interpreter's lock only to begin, and writes into memory that the thread keeps.
-Kinds that are not here are left to the library.
+A value is computed in float32 by the operations of the library `gguf`, in their order, and rounded to nearest even:
+the bits are those of `gguf.dequantize(…)` converted by torch. The library works on 16 rows at a time; here an operation
+goes over all blocks of a piece, holds the interpreter's lock only to begin, and writes into memory that the thread
+keeps. Kinds that are not here are left to the library.
 
 A block is described by GGML (`ggml-common.h`): `d` and `dmin` are float16, `q` are unsigned integers of a few bits.
 """
@@ -164,8 +164,15 @@ KINDS = {
 FLOAT16, BFLOAT16 = "F16", "BF16"
 """Kinds of two bytes per element, which are looked up and copied."""
 NUMBERS = {
-    **{0: "F32", 1: FLOAT16, 2: "Q4_0", 3: "Q4_1", 8: "Q8_0"},
-    **{12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 30: BFLOAT16},
+    0: "F32",
+    1: FLOAT16,
+    2: "Q4_0",
+    3: "Q4_1",
+    8: "Q8_0",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    30: BFLOAT16,
 }
 """Number of GGML → name, of the kinds that are read here."""
 BLOCK_SIZES = {

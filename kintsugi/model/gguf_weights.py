@@ -9,6 +9,8 @@ bytes. No torch: importing it takes as long as the computation.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import math
 import os
@@ -109,13 +111,23 @@ def create_weight_files(
         stack.callback(os.close, descriptor)
         os.write(descriptor, len(encoded).to_bytes(8, "little") + encoded)
         start = 8 + len(encoded)
-        os.posix_fallocate(descriptor, 0, start + position)
+        _reserve(descriptor, size=start + position)
         places |= {name: (descriptor, start + header[name]["data_offsets"][0]) for name in names}
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(file_names, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": num_bytes(wanted)}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return places
+
+
+def _reserve(descriptor: int, *, size: int) -> None:
+    """Reserve space where the file system can; elsewhere `os.posix_fallocate` would write to every block."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
+        return
+    if (number := ctypes.get_errno()) not in (errno.EOPNOTSUPP, errno.ENOSYS):
+        raise OSError(number, os.strerror(number))
+    os.ftruncate(descriptor, size)
 
 
 class WeightWriter:

@@ -42,6 +42,7 @@ _TENSOR_NAMES = {
 """Names in a layer of a GGUF file → names in a layer of a Hugging Face folder."""
 _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
+
 def import_model(
     source: Path, destination: Path, *, progress: Progress = lambda done, total: None
 ) -> list[Path]:

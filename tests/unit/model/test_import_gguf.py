@@ -1,19 +1,31 @@
+import ctypes
+import errno
 import importlib.util
 import json
+import math
+import os
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import gguf
+import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kintsugi.errors import ModelError
+from kintsugi.errors import ModelError, StorageFull
 from kintsugi.model import gguf_weights, huggingface
-from kintsugi.model.architecture import ModelConfig, num_parameters
+from kintsugi.model.architecture import ModelConfig, num_parameters, parameter_shapes
 from kintsugi.model.attention import PackedLayout
+from kintsugi.model.folder import read_header
 from kintsugi.model.gguf_file import read_gguf
 from kintsugi.model.gguf_tokenizer import read_tokenizer
 from kintsugi.model.import_gguf import _block_size, gguf_config, import_model
@@ -106,7 +118,9 @@ def test_a_missing_gguf_reader_is_named_with_the_extra_to_install(
     config = TINY["qwen2"]
     write_gguf(tmp_path / "model.gguf", config=config, state=new_state(config), quantised="Q5_0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else object())
-    with pytest.raises(ModelError, match=r"of the GGML type 6 needs gguf; install it with `pip install 'kintsugi\[import\]'`"):
+    with pytest.raises(
+        ModelError, match=r"of the GGML type 6 needs gguf; install it with `pip install 'kints"
+    ):
         import_model(tmp_path / "model.gguf", tmp_path / "imported")
 
 
@@ -207,6 +221,114 @@ def test_quantised_blocks_are_dequantised_as_the_gguf_library_does(tmp_path: Pat
     import_model(tmp_path / "model.gguf", tmp_path / "imported")
     for name, parameter in huggingface.load(tmp_path / "imported").named_parameters():
         assert torch.equal(parameter, expected[name].to(torch.bfloat16)), name
+
+
+KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+WIDE = msgspec.structs.replace(
+    TINY["qwen2"], hidden_size=256, intermediate_size=512, head_dim=64, tie_embeddings=False
+)
+
+
+def blocks_of_every_kind(config: ModelConfig) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
+    """Random blocks for every matrix of a model, one kind after the other."""
+    stream = np.random.default_rng(1)
+    found = {}
+    kinds = cycle(KINDS)
+    for name, shape in parameter_shapes(config).items():
+        if len(shape) == 1:
+            continue
+        kind = next(kinds)
+        quantised = gguf.GGMLQuantizationType[kind]
+        elements, size = gguf.GGML_QUANT_SIZES[quantised]
+        if elements < 256:
+            blocks = gguf.quantize(stream.standard_normal(shape).astype(np.float32), quantised)
+        else:
+            blocks = stream.integers(0, 64, (shape[0], shape[1] // elements * size), dtype=np.uint8)
+        found[name] = blocks, kind
+    assert len({kind for _, kind in found.values()}) == len(KINDS)
+    return found
+
+
+def in_halves(values: torch.Tensor, *, num_heads: int) -> torch.Tensor:
+    by_pair = values.view(num_heads, -1, 2, values.shape[-1])
+    return by_pair.transpose(1, 2).reshape(values.shape)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("piece", [1 << 19, 1_000])
+def test_weights_of_every_kind_are_byte_by_byte_those_of_the_gguf_library_rounded_by_torch(
+    family: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_weights, "PIECE_ELEMENTS", piece)
+    config = msgspec.structs.replace(WIDE, family=family, attention_bias=family == "qwen2")
+    expected = write_gguf(
+        tmp_path / "model.gguf", config=config, state=new_state(config), given=blocks_of_every_kind(config)
+    )
+    import_model(tmp_path / "model.gguf", tmp_path / "imported")
+    path = tmp_path / "imported" / "model.safetensors"
+    content = path.read_bytes()
+    data = content[8 + int.from_bytes(content[:8], "little") :]
+    for name, stored in read_header(path).items():
+        values = expected[name]
+        if family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            values = in_halves(
+                values, num_heads=config.num_heads if "q_proj" in name else config.num_kv_heads
+            )
+        rounded = values.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+        assert data[slice(*stored.data_offsets)] == rounded, name
+
+
+def test_a_value_that_is_not_finite_is_refused_with_the_name_of_its_tensor(tmp_path: Path) -> None:
+    state = new_state(TINY["qwen2"])
+    state["model.layers.1.mlp.up_proj.weight"][3, 5] = math.nan
+    write_gguf(tmp_path / "model.gguf", config=TINY["qwen2"], state=state)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(
+        ModelError, match=r"is damaged: blk\.1\.ffn_up\.weight has values that are not finite"
+    ):
+        import_model(tmp_path / "model.gguf", tmp_path / "imported")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_disk_without_room_is_noticed_before_anything_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "model.gguf", config=TINY["qwen2"], state=new_state(TINY["qwen2"]))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    before = sorted(tmp_path.iterdir())
+    for source in (tmp_path / "model.gguf", folder):
+        with pytest.raises(StorageFull, match=rf"expected .* of free space in {tmp_path} for the weights"):
+            import_model(source, tmp_path / "imported")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_disk_that_becomes_full_is_named_and_nothing_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, data: memoryview, position: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_gguf(tmp_path / "model.gguf", config=TINY["qwen2"], state=new_state(TINY["qwen2"]))
+    monkeypatch.setattr(os, "pwrite", full)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(StorageFull, match=r"could not import .*model\.gguf into .*imported: .*No space left"):
+        import_model(tmp_path / "model.gguf", tmp_path / "imported")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_system_that_can_not_reserve_space_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unable:
+        def fallocate(self, *words: object) -> int:
+            ctypes.set_errno(errno.EOPNOTSUPP)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *words, **options: Unable())
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    gguf_weights._reserve(descriptor, size=12_345)
+    os.close(descriptor)
+    assert (tmp_path / "file").stat().st_size == 12_345
 
 
 def test_a_family_that_is_not_supported_is_named_with_those_that_are(tmp_path: Path) -> None:
