@@ -18,7 +18,14 @@ from typing import Any, get_args
 
 from kintsugi.errors import ModelError, StorageError, StorageFull
 from kintsugi.model.architecture import Family, ModelConfig, parameter_shapes
-from kintsugi.model.folder import CONFIG_FILE, SCORE_HEAD, VALUE_HEAD, check_weights, load_config
+from kintsugi.model.folder import (
+    CONFIG_FILE,
+    SCORE_HEAD,
+    VALUE_HEAD,
+    check_weights,
+    importing_folder,
+    load_config,
+)
 from kintsugi.model.gguf_blocks import BLOCK_SIZES
 from kintsugi.model.gguf_file import GgufFile, GgufTensor, read_gguf
 from kintsugi.model.gguf_tokenizer import read_tokenizer
@@ -79,7 +86,7 @@ def import_model(
 def _scratch_folder(destination: Path) -> Iterator[Path]:
     """An empty folder next to the destination, of one import at a time; removed unless it was renamed."""
     destination.parent.mkdir(parents=True, exist_ok=True)
-    folder = destination.parent / f".{destination.name}-importing"
+    folder = importing_folder(destination)
     folder.mkdir(exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -164,6 +171,11 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     if family not in FAMILIES:
         raise ModelError(
             f"{where}: expected a model of a supported family ({', '.join(FAMILIES)}), got {family or 'none'!r}"
+        )
+    if (count := file.metadata.get("split.count", 1)) != 1:
+        raise ModelError(
+            f"{where}: it is one of {count} parts of a model, expected a whole one; join them first: "
+            "`llama-gguf-split --merge FIRST_PART WHOLE`"
         )
     if "rope_freqs.weight" in file.tensors:
         raise ModelError(

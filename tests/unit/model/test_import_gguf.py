@@ -25,7 +25,7 @@ from kintsugi.errors import ModelError, StorageFull
 from kintsugi.model import gguf_weights, huggingface
 from kintsugi.model.architecture import ModelConfig, num_parameters, parameter_shapes
 from kintsugi.model.attention import PackedLayout
-from kintsugi.model.folder import read_header
+from kintsugi.model.folder import load_config, read_header
 from kintsugi.model.gguf_file import read_gguf
 from kintsugi.model.gguf_tokenizer import read_tokenizer
 from kintsugi.model.import_gguf import _block_size, gguf_config, import_model
@@ -340,6 +340,22 @@ def test_a_family_that_is_not_supported_is_named_with_those_that_are(tmp_path: P
     assert not (tmp_path / "imported").exists()
 
 
+def test_a_part_of_a_split_model_is_named_as_such(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", config=TINY["qwen2"], state={}, split_count=3)
+    with pytest.raises(ModelError, match=r"one of 3 parts of a model.*llama-gguf-split --merge"):
+        import_model(tmp_path / "model.gguf", tmp_path / "imported")
+
+
+def test_a_gguf_file_given_as_a_model_folder_is_named_with_the_command_that_converts_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        ModelError, match=r"found a GGUF file; convert it first: `kintsugi import .*model\.gguf"
+    ):
+        load_config(tmp_path / "model.gguf")
+
+
 def test_a_tensor_that_the_family_does_not_have_is_named(tmp_path: Path) -> None:
     config = TINY["qwen2"]
     state = {**new_state(config), "model.layers.0.mlp.experts.weight": torch.zeros(4, 64)}
@@ -405,6 +421,10 @@ def test_what_a_killed_import_left_is_removed_by_the_next(tmp_path: Path) -> Non
     assert killed.returncode == -9
     assert not (tmp_path / "imported").exists()
     assert (tmp_path / ".imported-importing").exists()
+    with pytest.raises(
+        ModelError, match=r"at .*imported, found an import that was interrupted; repeat it: `kintsugi import"
+    ):
+        load_config(tmp_path / "imported")
     import_model(tmp_path / "model.gguf", tmp_path / "imported")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["imported", "model.gguf"]
 
@@ -417,6 +437,8 @@ def test_two_imports_into_one_folder_exclude_each_other(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"another import into .*imported is running") as error:
             import_model(tmp_path / "model.gguf", tmp_path / "imported")
         refused.append(error)
+        with pytest.raises(ModelError, match=r"at .*imported, found an import that has not ended yet"):
+            load_config(tmp_path / "imported")
 
     import_model(tmp_path / "model.gguf", tmp_path / "imported", progress=import_again)
     assert refused

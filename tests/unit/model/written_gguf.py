@@ -46,6 +46,7 @@ def write_gguf(
     pre: str = "qwen2",
     tokenizer: Mapping[str, Any] | None = None,
     given: Mapping[str, tuple[np.ndarray[Any, Any], str]] | None = None,
+    split_count: int | None = None,
 ) -> dict[str, Tensor]:
     """Write the file; returns the values that its quantised blocks stand for.
 
@@ -55,6 +56,8 @@ def write_gguf(
 
     family = architecture or config.family
     writer = gguf.GGUFWriter(path, family)
+    if split_count is not None:
+        writer.add_uint16("split.count", split_count)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
