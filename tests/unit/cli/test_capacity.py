@@ -114,7 +114,10 @@ def test_a_card_that_is_nearly_full_is_refused_before_the_start(cards: Cards, tm
 
 
 @pytest.mark.usefixtures("disk")
-def test_memory_of_a_run_that_was_just_killed_is_waited_for(cards: Cards, tmp_path: Path) -> None:
+def test_memory_of_a_run_that_was_just_killed_is_waited_for(
+    cards: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "FREED_S", 60.0)  # It ends at the first reading with room.
     full, free = [card(140, free=20)], [card(140, free=138)]
     cards(full, full, full, full, free)
     assert capacity.check_start(config(), run_dir=tmp_path, resume=True) == []
