@@ -42,6 +42,7 @@ from benchmarks.real_model_watch import shared_memory_files
 from kintsugi.cli import capacity
 from kintsugi.cluster.device_memory import read_devices
 from kintsugi.config.recipe import load
+from kintsugi.errors import KintsugiError
 from kintsugi.model.architecture import ModelConfig, parameter_shapes
 from kintsugi.model.folder import CONFIG_FILE, WEIGHTS_FILE, importing_folder
 from kintsugi.model.memory import RunMemory
@@ -269,7 +270,11 @@ def held_card(left: int) -> Iterator[None]:
 @contextmanager
 def small_disk(folder: Path, *, mib: int) -> Iterator[Path]:
     folder.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", folder], check=True)
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", folder], check=True)
+    except (subprocess.CalledProcessError, OSError):
+        folder.rmdir()
+        raise
     try:
         yield folder
     finally:
@@ -307,6 +312,14 @@ def why_not(case: str, arguments: argparse.Namespace) -> str:
     if case in ("too-large", "half-folder") and arguments.model is None and arguments.tokenizer is None:
         return "no --model or --tokenizer"
     return ""
+
+
+def tried(name: str, case: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """Rows of a case; one that could not be set up is listed with the reason."""
+    try:
+        yield from case()
+    except (subprocess.CalledProcessError, OSError, KintsugiError, AssertionError) as error:
+        yield Row(name, f"left out: {type(error).__name__}: {error}")
 
 
 def table(rows: list[Row]) -> str:
@@ -349,7 +362,7 @@ def main() -> None:
     rows: list[Row] = []
     for name in filter(None, arguments.cases.split(",")) if arguments.cases else every:
         missing = why_not(name, arguments)
-        for row in iter([Row(name, f"left out: {missing}")]) if missing else every[name]():
+        for row in iter([Row(name, f"left out: {missing}")]) if missing else tried(name, every[name]):
             rows.append(row)
             print(" · ".join(row.cells), flush=True)
             (arguments.out / "bad_input.md").write_text(table(rows), encoding="utf-8")

@@ -310,7 +310,11 @@ def _advice(memory: RunMemory, is_short: Callable[[RunMemory], bool], *, what: s
     if fitting:
         return f"It would fit with {' or with '.join(fitting.values())}"
     trained = memory.num_actor + memory.num_critic
-    size = f"{trained * share / 1e9:.1f} billion" if trained * share > 1e8 else f"{trained * share / 1e6:.0f} million"
+    size = (
+        f"{trained * share / 1e9:.1f} billion"
+        if trained * share > 1e8
+        else f"{trained * share / 1e6:.0f} million"
+    )
     return (
         f"No setting makes it fit: {trained / 1e9:.2f} billion trained parameters have "
         f"{gigabytes(memory.state_bytes)} of state alone; take a smaller model, of about {size} parameters with these "
