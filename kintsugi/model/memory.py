@@ -45,6 +45,8 @@ _LOGPROB_CHUNK_TOKENS = 1024
 _PIECE_BYTES = 256 << 20
 """Size of the pieces in which gradients are exchanged and norms are taken."""
 _STATE_BYTES, _GRADIENT_BYTES = 12, 4
+_ALWAYS_HELD = frozenset({"process", "state", "compute weights", "snapshots"})
+"""Parts of a process's memory that it uses at every moment; others come and go."""
 
 
 def published_versions(config: Config) -> int:
@@ -192,6 +194,22 @@ class RunMemory(msgspec.Struct, frozen=True):
             in_turn = max(peaks, cache + self._rank_bytes(names, away=True))
             return num_servers * self.server_bytes + in_turn
         return num_servers * self.server_bytes + cache + peaks
+
+    @property
+    def needed_on_host(self) -> int:
+        """Bytes of host memory that ranks and servers use at their peaks, with room for one request in each cache."""
+        return sum(sum(self.host_parts(name).values()) for name in self.computing())
+
+    @property
+    def held_on_host(self) -> int:
+        """Bytes of host memory that they use at every moment once steps are made."""
+        parts = [self.host_parts(name) for name in self.computing()]
+        return sum(size for each in parts for name, size in each.items() if name in _ALWAYS_HELD)
+
+    def host_parts(self, process: str) -> dict[str, int]:
+        """Host memory of a rank or server, whose cache holds one request."""
+        parts = dict(self.of_process(process).host)
+        return parts | {"KV cache": self.request_bytes} if "KV cache" in parts else parts
 
     def most_cache_bytes(self, process: str, *, total_bytes: int, foreign_bytes: int = 0) -> int:
         """Bytes that a server may use for its KV cache on a card of `total_bytes`, of which other programs use
