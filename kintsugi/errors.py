@@ -23,6 +23,7 @@ The type names the boundary that was crossed. Bugs are `assert`s and have no typ
         ├── GroupBroken                    a collective failed: a rank is lost or the group was replaced
         ├── IntegrityError                 received bytes differ from the sent bytes
         ├── RefusedError                   the peer refused: unknown sender, wrong state
+        │   ├── UnknownPeer                no address of the peer is known here, or not yet
         │   ├── EpochOver                  message of an earlier term of the master; to be sent again
         │   └── FencedError                a successor has taken over from this process
         └── RemoteError                    a peer replied with a fault, which is the cause
@@ -33,7 +34,7 @@ remains the cause when others follow (`root_first` orders a set of faults by the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import ClassVar, TypeVar
 from uuid import uuid4
@@ -255,6 +256,10 @@ class DoesNotFit(RefusedError):
     """A part of the state does not fit the memory of this process. Nothing was changed; smaller parts may fit."""
 
 
+class UnknownPeer(RefusedError):
+    """This process has no address of a peer: the part of the address book that lists it may still be under way."""
+
+
 class EpochOver(RefusedError):
     """A peer refused a message of an earlier term of the master."""
 
@@ -314,6 +319,18 @@ def chain(fault: Fault) -> Iterator[Fault]:
 def is_shortage(fault: Fault) -> bool:
     """Return whether a process ended because the host did not give it what it needs."""
     return isinstance(fault.detail, EndedByError) and bool(fault.detail.shortage)
+
+
+def no_source(message: str, failures: Sequence[KintsugiError]) -> RefusedError:
+    """Return the error of an operation that failed with all of its sources. An UnknownPeer if this process had no
+    address of one of them: with that address it might have succeeded.
+
+    >>> type(no_source("nowhere", [StorageError("disk full"), UnknownPeer("no agent-1")])).__name__
+    'UnknownPeer'
+    """
+    kinds = {type(error).__name__ for error in failures}
+    kinds |= {fault.kind for error in failures if error.cause for fault in chain(error.cause)}
+    return (UnknownPeer if UnknownPeer.__name__ in kinds else RefusedError)(message)
 
 
 def damage_of(error: BaseException) -> DataDamaged | None:

@@ -245,11 +245,14 @@ class RankState(ABC):
         return None
 
     def release(self) -> Snapshots:
-        """End the life of this state, whose process takes another seat: its memory is free, its snapshots stay."""
+        """End the life of this state, whose process takes another seat: its memory is free, its snapshots stay as long
+        as the caller keeps them. This object may live on, in a cycle of references."""
         self._begin_change()
-        self._copies.drop_prepared()  # Also one that waits for a save: no rank returns to it.
-        self._weights = self._moments = self._reference = None
-        return self._snapshots
+        self._copies.release()
+        self._live = self._weights = self._moments = self._reference = self.gradient = None
+        snapshots = self._snapshots
+        del self._snapshots
+        return snapshots
 
     @property
     def model_part(self) -> ModelPart:

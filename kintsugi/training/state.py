@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from kintsugi.checkpoint.snapshot import Snapshots, SnapshotSegments
 from kintsugi.config.schema import ActorSection
@@ -313,10 +314,12 @@ class TrainingState(RankState):
 
     def resident(self) -> list[Tensor]:
         """All tensors that stay on the device between calls; several may share a storage."""
-        models = (self.model, self._critic, self._reference_model)
-        parameters = [each for model in models if model is not None for each in model.parameters()]
         frozen = [] if self._reference is None else [self._reference]
-        return [self._live, self.gradient, *parameters, *frozen]
+        return [self._live, self.gradient, *self._parameters(), *frozen]
+
+    def _parameters(self) -> list[Parameter]:
+        models = (self.model, self._critic, self._reference_model)
+        return [each for model in models if model is not None for each in model.parameters()]
 
     @property
     def free_device_bytes(self) -> int | None:
@@ -328,12 +331,16 @@ class TrainingState(RankState):
         return torch.cuda.mem_get_info(device)[0] + kept
 
     def release(self) -> Snapshots:
-        """End the life of this state: the memory that it has on the device is free at once."""
+        """End the life of this state: the memory that it has on the device, and on the host, is free at once."""
         tensors, snapshots = self.resident(), super().release()
         self._initial = None
+        self._compute_weights = self._compute_weights.new_empty(0)
         for storage in (tensor.untyped_storage() for tensor in tensors):
             if storage.resizable():
                 storage.resize_(0)
+        # A storage of which numpy has had a view can not be resized: it is free when no tensor has it any more.
+        for parameter in self._parameters():
+            parameter.data, parameter.grad = parameter.data.new_empty(0), None
         return snapshots
 
     def note_peak(self, part: str = "") -> None:

@@ -103,7 +103,7 @@ from kintsugi.training.stage_weights import stage_weights_sha256
 from kintsugi.training.state_transfer import StateFetcher, StateSource
 from kintsugi.transport import Delivery, Reply, subject
 from kintsugi.transport.store import StoreServer
-from kintsugi.types import Peer, Role, process_id, role_of, ticket_of
+from kintsugi.types import Peer, Role, is_process, process_id, role_of, ticket_of
 from kintsugi.weights.manifest import layout_of, manifest_of, weights_sha256
 from kintsugi.weights.publish import Publisher, share_of
 from kintsugi.weights.transports.relay import RelayTransport
@@ -605,7 +605,7 @@ class ModelWorker:
             yield from self._tokenizer().files().items()
 
     def _load_state(self, step: int, source: str) -> tuple[StoredState, CopyCounters]:
-        if self._shell.peer(source) is None:
+        if not is_process(source):
             if self._delivery is not None:
                 stored, counters = self._delivery.open(Path(source), ask=self._ask, check=self._check)
             else:

@@ -23,7 +23,7 @@ from kintsugi.config.schema import (
     WarmupSection,
 )
 from kintsugi.config.stages import stages
-from kintsugi.errors import ProcessDied, RefusedError, WorldError, fault_of
+from kintsugi.errors import ProcessDied, RefusedError, UnknownPeer, WorldError, fault_of
 from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.model.seats import mesh_of, seat_of
 from kintsugi.model.tokenizer import Tokenizer
@@ -126,7 +126,14 @@ class FakeShell:
     def submit(self, process: str, body: Body, *, deadline_s: float) -> ReplyHandle:
         self.asked.append((process, body))
         self.on_send(body)
-        return Done(lambda: self.peers[process](body))
+        return Done(lambda: self.peers.get(process, self._unknown(process))(body))
+
+    @staticmethod
+    def _unknown(process: str) -> Callable[[Body], Reply]:
+        def ask(body: Body) -> Reply:
+            raise UnknownPeer(f"{process} is not in the address book")
+
+        return ask
 
     def send(self, process: str, body: Body) -> None:
         raise AssertionError("a rank sends no message that expects no reply")
