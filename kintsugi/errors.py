@@ -89,6 +89,13 @@ class DataDamaged(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """File that the bytes were read from."""
 
 
+class Overwritten(msgspec.Struct, frozen=True, tag=True):
+    """Detail of an `IntegrityError`: memory that held a version of the weights has another one, or is about to get it.
+    The bytes are not damaged, and a later version, or the same one again, follows."""
+
+    version: int
+
+
 class Miscomputed(msgspec.Struct, frozen=True, tag=True):
     """Detail of an error about a computation whose result is wrong: not finite, or not the known answer."""
 
@@ -105,7 +112,7 @@ class EndedByError(msgspec.Struct, frozen=True, tag=True):
     """Thing that the host did not give it, if that was the reason: memory, a descriptor, a thread."""
 
 
-FaultDetail = StatesDiverged | GroupFailed | DataDamaged | Miscomputed | EndedByError
+FaultDetail = StatesDiverged | GroupFailed | DataDamaged | Overwritten | Miscomputed | EndedByError
 
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -332,6 +339,14 @@ def damage_of(error: BaseException) -> DataDamaged | None:
         return None
     details = [error.detail, *(fault.detail for fault in (chain(error.cause) if error.cause else ()))]
     return next((detail for detail in reversed(details) if isinstance(detail, DataDamaged)), None)
+
+
+def is_overwritten(error: BaseException) -> bool:
+    """Return whether a version of the weights could not be read because its memory gets another one."""
+    if not isinstance(error, KintsugiError):
+        return False
+    details = [error.detail, *(fault.detail for fault in (chain(error.cause) if error.cause else ()))]
+    return any(isinstance(detail, Overwritten) for detail in details)
 
 
 def fault_of(error: BaseException, *, process: str, time: float) -> Fault:

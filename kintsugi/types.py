@@ -342,6 +342,8 @@ class DeviceSource(msgspec.Struct, frozen=True, tag="device"):
     event_is_needed: bool
     number: int = 0
     """Number that the memory carries while it holds this version; 0: not known."""
+    offsets: tuple[int, ...] = ()
+    """Where each piece of the manifest begins in this memory; empty: where the manifest says."""
 
 
 class CollectiveSource(msgspec.Struct, frozen=True, tag="collective"):

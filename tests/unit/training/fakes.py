@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
 from kintsugi.bulk.endpoint import BulkEndpoint
@@ -43,6 +44,7 @@ from kintsugi.training.worker import ModelWorker
 from kintsugi.transport import Delivery, Reply, new_key_pair
 from kintsugi.types import Peer
 from kintsugi.weights.publish import Publisher
+from kintsugi.weights.transports.device import DeviceSlots
 from tests.unit.training.world import CPU, Batch, calls_of, new_batch, rewarded
 
 CONFIG = Config(
@@ -184,9 +186,10 @@ class Rank:
         config: Config = CONFIG,
         is_blank: bool = False,
         delivery: CheckpointDelivery | None = None,
+        shares_weights: bool = False,
     ) -> None:
         """`seed` is that of the initial weights; a blank rank has none yet. With `delivery` its host does not have the
-        run folder."""
+        run folder. With `shares_weights` it computes in bfloat16, and servers read its weights where they are."""
         assert config.model.new is not None
         new = msgspec.structs.replace(config.model.new, seed=seed)
         model = load_model(
@@ -200,10 +203,13 @@ class Rank:
         self.state = TrainingState(
             model,
             companions=plan_companions(config),
+            compute_dtype=torch.bfloat16 if shares_weights else torch.float32,
             process=process,
             segments=segments,
             seat=seat_of(process, mesh_of(config.actor.layout)),
+            shares_weights=shares_weights,
         )
+        slots = DeviceSlots(CPU, host="host-0", versions_kept=1, shared=self.state.shared_weights)
         self.num_renewed = 0
         self.saves_beside = False
         """Whether requests go on while a save is under way."""
@@ -214,7 +220,13 @@ class Rank:
             framework=TorchFramework(CPU),
             config=config,
             tokenizer=tokenizer,
-            publisher=Publisher(process=process, host="host-0", segments=None, bulk=self.bulk.server),
+            publisher=Publisher(
+                process=process,
+                host="host-0",
+                segments=None,
+                bulk=self.bulk.server,
+                device=slots if shares_weights else None,
+            ),
             bulk=self.bulk,
             host="host-0",
             run_dir=Path("nowhere"),
