@@ -27,7 +27,6 @@ from kintsugi.errors import RefusedError, StorageError, WorldError
 from kintsugi.model.seats import Seat
 from kintsugi.model.tensor_file import FileContent
 from kintsugi.protocol.hosts import KeepCheckpoint
-from kintsugi.training import checkpoint_delivery
 from kintsugi.training.boxes import Box
 from kintsugi.training.layout import ACTOR, Layout, LayoutPart
 from tests.unit.cluster.delivering import PIECE_BYTES, Run, contents, num_read, opened_run
@@ -181,7 +180,6 @@ def test_the_rank_that_saves_fetches_the_weights_and_not_the_moments_of_the_othe
 
 
 def test_weights_whose_connection_ends_are_fetched_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_delivery, "PAUSE_S", 0.01)
     others = OtherRanks(run, shards=2, saver="model-0")
     others.ask(run.root / "there")
     others.folder.mkdir()
