@@ -15,12 +15,13 @@ PEER_LLAMA := .venv-llama/.setup
 CHECKED := kintsugi tests $(wildcard benchmarks)
 # The slowest tests are listed each time.
 SLOWEST := --durations 15 --durations-min 5
-# Clusters of tiny programs, which mostly wait.
-TINY := tests/cluster/test_cleanup.py tests/cluster/test_restarts.py
-# A worker per core; one that has finished takes tests from the others. The longest, the pages of docs/, come first.
-PARALLEL := --numprocesses auto --dist worksteal tests/docs $(TINY) tests/unit tests/simulation
+# Clusters that mostly wait: of processes that sleep for long, and of tiny programs.
+WAITING := tests/cluster/test_kept_processes.py tests/cluster/test_cleanup.py tests/cluster/test_restarts.py
+# A worker per core and one more, since some tests wait for processes; one that has finished takes tests from the others.
+# The longest come first: those, and the pages of docs/.
+PARALLEL := --numprocesses $(shell echo $$(($$(nproc) + 1))) --dist worksteal $(WAITING) tests/docs tests/unit tests/simulation
 # Real clusters want the machine to themselves: they count processes and descriptors, and have deadlines.
-ALONE := tests/cluster tests/browser tests/extras $(TINY:%=--ignore %)
+ALONE := tests/cluster tests/browser tests/extras $(WAITING:%=--ignore %)
 # What has a target of its own.
 LEAN := not gpu and not hosts and not slurm and not ray and not kubernetes and not mindspore and not sharding
 # Programs of the system that the fault laboratory calls, the browser of tests/browser, and sshd of hosts in namespaces;

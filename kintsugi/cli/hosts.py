@@ -70,6 +70,16 @@ def with_engine(overrides: list[str] | None, *, on: str | None, **options: str |
     return [*(overrides or ()), *(f"{field}={value}" for field, value in given.items())]
 
 
+def needs_job(config: Config) -> bool:
+    """Whether a run goes to Slurm and this process is in no allocation yet."""
+    if config.cluster.on != "slurm":
+        return False
+    # Imported here: no other run needs what speaks with Slurm.
+    from kintsugi.cluster.backends.slurm import job_of
+
+    return not job_of(os.environ)
+
+
 def placed(resolved: Resolved) -> Resolved:
     """Derive the number of hosts, their slots and this machine's address from `cluster.on`."""
     if not resolved.config.cluster.on:

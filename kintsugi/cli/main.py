@@ -165,7 +165,6 @@ def train(
     image: Image = None,
 ) -> None:
     """Train a model as described by a recipe, and show progress and results."""
-    from kintsugi.cli import slurm
     from kintsugi.errors import UserError
 
     if detach and with_page:
@@ -178,7 +177,7 @@ def train(
         "image": image,
     }
     resolved = loaded(recipe, hosts.with_engine(overrides, on=on, **engine))
-    if slurm.needs_job(resolved.config):
+    if hosts.needs_job(resolved.config):
         _train_in_job(resolved, detach=detach)
         return
     _train(
@@ -326,7 +325,6 @@ def resume(
     limits, `checkpoint.every`, logging, monitoring, the layout, and where it runs (`cluster.on`, `actor.workers`). With
     more steps, a finished run is extended, with its optimizer.
     """
-    from kintsugi.cli import slurm
     from kintsugi.cli.capacity import check_start
     from kintsugi.cli.run_actions import Finished, change_config, check_resumable
     from kintsugi.run_folder import reader
@@ -342,16 +340,14 @@ def resume(
     except Finished as error:
         _print_error(str(error))
         raise typer.Exit(1) from error
-    in_job = slurm.needs_job(config)
-    if (
-        config.cluster.on == slurm.ENGINE and not in_job
-    ):  # Another allocation than that of the start, as a rule.
+    in_job = hosts.needs_job(config)
+    if config.cluster.on == "slurm" and not in_job:  # Another allocation than that of the start, as a rule.
         config = msgspec.structs.replace(config, cluster=hosts.placed_cluster(config.cluster))
     check_start(config, run_dir=folder, resume=True)  # Refuses before anything of the run is changed.
     for change in changes:
         say(change)
     replace_config(folder, config, step=status.step)
-    if accept or changes or config.cluster.on == slurm.ENGINE:
+    if accept or changes or config.cluster.on == "slurm":
         record_start(folder, config)
     RunFolder(folder).summary_file.unlink(missing_ok=True)
     if in_job:

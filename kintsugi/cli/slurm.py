@@ -92,11 +92,6 @@ class JobState(msgspec.Struct, frozen=True):
 # Placement.
 
 
-def needs_job(config: Config) -> bool:
-    """Whether a run goes to Slurm and this process is in no allocation yet."""
-    return config.cluster.on == ENGINE and not job_of(os.environ)
-
-
 def placed_cluster(cluster: ClusterSection) -> ClusterSection:
     """Return the section with what follows from the allocation of this process."""
     allocation = read_allocation(os.environ)

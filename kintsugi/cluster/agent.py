@@ -86,7 +86,7 @@ BOUND_LOGS_S = 10.0
 END_GRACE_S = 2.0
 PATIENCE_S = 1.5
 """Time for children to end on their own after the master has sent `Shutdown` to all processes."""
-LAST_MESSAGES_S = 0.1
+LAST_MESSAGES_S = 0.25
 """Time to receive the last messages of a master that has ended."""
 FLUSH_S = 0.2
 """Time for the last messages to a master that may have ended."""
@@ -492,9 +492,7 @@ class Agent:
     def _on_master_ended(self, child: ChildProcess, status: int | None) -> None:
         """Start another master if that may help; otherwise its end is the end of the run."""
         if (status is None or status >= 0) and self._membership.shutdown_reason is None:
-            # It may have sent `Shutdown` that is not read yet; without it, children would not get time to end.
-            for delivery in self._endpoint.poll(LAST_MESSAGES_S):
-                self._handle(delivery)
+            self._read_last_messages()
         announced = self._membership.shutdown_reason is not None
         stopped_by_us = child.stopping or (self._pending_stop.was_requested and status == -signal.SIGTERM)
         if not (announced or stopped_by_us or self._ending) and self._is_replaceable(child, status):
@@ -509,6 +507,14 @@ class Agent:
         decided = status is not None and status >= 0 and status not in SHORTAGES
         self._exit_code = status if status is not None and decided else unknown
         self._end(grace_s=END_GRACE_S)
+
+    def _read_last_messages(self) -> None:
+        """Read what a master that has ended may have sent before: without its `Shutdown` children would not get time to
+        end. They may end at the same moment, and each end is an event of the loop too."""
+        until = self._clock.monotonic() + LAST_MESSAGES_S
+        while self._membership.shutdown_reason is None and self._clock.monotonic() < until:
+            for delivery in self._endpoint.poll(max(0.0, until - self._clock.monotonic())):
+                self._handle(delivery)
 
     def _is_replaceable(self, child: ChildProcess, status: int | None) -> bool:
         """Whether another master may do better: after a kill, after an error of the host, and after a start that failed

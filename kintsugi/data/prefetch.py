@@ -20,7 +20,9 @@ AHEAD = 64
 """Number of rows to prefetch. Any worker may get any of the next rows, so every worker prefetches all of them; with a
 larger number most would be wasted."""
 ROWS_MEASURED = 10_000
-"""Number of rows per source that are tokenized before a run starts, in a few seconds; those of files are cached."""
+"""Number of rows of a file that are tokenized before a run starts, in a few seconds; their tokens are cached."""
+ROWS_GENERATED = 1000
+"""The same of rows that are generated: all are made by one rule, and at every start again."""
 _WORTH_KEEPING = 1000
 """Number of rows from which on tokens are cached; fewer are tokenized again in no noticeable time."""
 _ROWS_AT_ONCE = 512
@@ -97,9 +99,11 @@ def cached_tokens(digest: str | None, tokenizer: RowTokenizer) -> TokenCache | N
 
 
 def measured_tokens(
-    source: Source, digest: str | None, tokenizer: RowTokenizer, *, most: int = ROWS_MEASURED
+    source: Source, digest: str | None, tokenizer: RowTokenizer, *, most: int | None = None
 ) -> TokenCache | list[TokenizedRow]:
     """Tokens of a source's first rows: from the cache, else tokenized now and cached if they are many."""
+    if most is None:
+        most = ROWS_GENERATED if digest is None else ROWS_MEASURED
     count = min(len(source), most)
     found = cached_tokens(digest, tokenizer)
     if found is not None and len(found) >= count:

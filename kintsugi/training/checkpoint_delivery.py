@@ -82,9 +82,20 @@ def _go_on() -> None:
 class CheckpointDelivery:
     """Carries checkpoints, and boxes of them, between a folder of this host and the run folder."""
 
-    def __init__(self, call: Call, bulk: BulkEndpoint, *, process: str, agent: str, folder: Path) -> None:
-        """`agent` is the one beside the master; `folder` is for checkpoints on this host, of all its ranks."""
+    def __init__(
+        self,
+        call: Call,
+        bulk: BulkEndpoint,
+        *,
+        process: str,
+        agent: str,
+        folder: Path,
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        """`agent` is the one beside the master; `folder` is for checkpoints on this host, of all its ranks; `pause_s`
+        is the pause between two attempts."""
         self._call, self._bulk, self._agent = call, bulk, agent
+        self._pause_s = pause_s
         self._process = process
         self._prefix = f"{FETCHED}{process}-"
         self.folder = folder
@@ -198,7 +209,7 @@ class CheckpointDelivery:
                 lambda remaining_s: True if idle.wait(remaining_s) else None,
                 whom=self._agent,
                 what="its successor",
-                timeout_s=PAUSE_S,
+                timeout_s=self._pause_s,
             )
 
     def _send(self, body: Body, *, deadline_s: float) -> Reply:

@@ -8,7 +8,9 @@ from itertools import pairwise
 
 import pytest
 
+from kintsugi.control.suspicion import HOST_LOST_S
 from kintsugi.journal.facts import ProcessLost
+from kintsugi.recovery.liveness import HUNG_S, SLEEPING_CALL_S, UNINTERRUPTIBLE_S, UNREACHABLE_S
 from kintsugi.telemetry.events import ProcessBusy, read_events
 from kintsugi.telemetry.readings import HeartbeatReading, figures_in
 from tests.cluster.real_runs import Run, play_selected
@@ -16,6 +18,8 @@ from tests.cluster.real_runs import Run, play_selected
 pytestmark = pytest.mark.cluster
 
 LONGEST_S = 150.0
+LIMITS_S = (UNREACHABLE_S, HUNG_S, UNINTERRUPTIBLE_S, HOST_LOST_S)
+"""Silences after which something else than one long call is found and ended."""
 IN_RANK = "model-1:kintsugi.training.worker:ModelWorker._run_call"
 IN_WORKER = "rollout-0:kintsugi.rollout.single_turn:SingleTurnGroups._score"
 IN_MANAGER = "manager-0:kintsugi.generation.manager:GenerationManager.submit"
@@ -36,10 +40,11 @@ QUICK: dict[str, tuple[str, ...]] = {
 }
 """Longer than the silence for which a process that sleeps used to be replaced."""
 LONG: dict[str, tuple[str, ...]] = {
-    "rank sleeps": (f"{IN_RANK}:sleep:30:5",),
-    "worker sleeps": (f"{IN_WORKER}:sleep:30:5",),
-    "manager computes": (f"{IN_MANAGER}:compute:30:4",),
+    "rank sleeps": (f"{IN_RANK}:sleep:20:5",),
+    "worker sleeps": (f"{IN_WORKER}:sleep:20:5",),
+    "manager computes": (f"{IN_MANAGER}:compute:20:4",),
 }
+"""Longer than each limit after which a silent process or host is given up, but for the limits of such calls."""
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +84,14 @@ def test_a_process_that_sleeps_in_one_call_for_eight_seconds_is_not_replaced(
     assert_kept_and_not_replaced(played(name), undisturbed, *QUICK[name])
 
 
+def test_the_long_calls_are_longer_than_the_limits_of_every_other_silence() -> None:
+    kept_s = {float(kept.split(":")[-2]) for each in LONG.values() for kept in each}
+    assert max(LIMITS_S) < min(kept_s) and max(kept_s) < SLEEPING_CALL_S
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
-def test_a_process_that_one_call_keeps_for_half_a_minute_is_not_replaced(
+def test_a_process_that_one_call_keeps_for_twenty_seconds_is_not_replaced(
     undisturbed: Run, played: Callable[[str], Run], name: str
 ) -> None:
     assert_kept_and_not_replaced(played(name), undisturbed, *LONG[name])

@@ -80,6 +80,18 @@ def start(machines: SshHosts, name: str, *overrides: str) -> tuple[subprocess.Po
     return command, run_dir
 
 
+def play_losing_a_host(machines: SshHosts, name: str, *layout: str) -> Path:
+    """Play a run whose second host loses its power in the middle."""
+    command, run_dir = start(machines, name, *layout)
+    wait_for_step(run_dir, 3, command)
+    machines.power_off("host-2")
+    try:
+        finish(command)
+    finally:
+        machines.power_on("host-2")
+    return run_dir
+
+
 def saved_files(run_dir: Path) -> set[str]:
     """Files of the state in the last checkpoint, which is verified."""
     checkpoint = latest(RunFolder(run_dir).checkpoints_folder)
@@ -151,13 +163,7 @@ def test_a_killed_rank_on_another_host_changes_no_bit_and_no_other_rank(
 def test_a_host_that_is_lost_takes_no_step_with_it_where_every_part_is_on_another_one(
     machines: SshHosts, weights_of_one_rank: str
 ) -> None:
-    command, run_dir = start(machines, "lost", *REDUNDANT)
-    wait_for_step(run_dir, 3, command)
-    machines.power_off("host-2")
-    try:
-        finish(command)
-    finally:
-        machines.power_on("host-2")
+    run_dir = play_losing_a_host(machines, "lost", *REDUNDANT)
     assert weights_of(run_dir) == weights_of_one_rank
     assert saved_files(run_dir) == boxes(2)
     assert_no_step_lost(run_dir)
@@ -167,13 +173,7 @@ def test_a_host_that_is_lost_takes_no_step_with_it_where_every_part_is_on_anothe
 def test_a_host_that_is_lost_with_the_only_parts_is_made_again_from_the_copies_of_another(
     machines: SshHosts, weights_of_one_rank: str
 ) -> None:
-    command, run_dir = start(machines, "lost-parts", *FOUR_SHARDS)
-    wait_for_step(run_dir, 3, command)
-    machines.power_off("host-2")
-    try:
-        finish(command)
-    finally:
-        machines.power_on("host-2")
+    run_dir = play_losing_a_host(machines, "lost-parts", *FOUR_SHARDS)
     assert weights_of(run_dir) == weights_of_one_rank
     assert saved_files(run_dir) == boxes(4)
     machines.assert_nothing_left()

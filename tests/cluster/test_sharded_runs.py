@@ -50,20 +50,24 @@ def layout(ranks: int, shards: int, stages: int = 1, gather: str = "step") -> tu
     )
 
 
-def undisturbed(run: Run, *more: str, ranks: int, shards: int, stages: int = 1, gather: str = "step") -> None:
+def play_losing(run: Run, *, lost: tuple[str, ...] = (), begun: tuple[str, ...]) -> None:
+    """Play a run with a layout; the ranks of `lost` are killed in the middle."""
     run.longest_s = LONGEST_S
-    run.start(*layout(ranks, shards, stages, gather), *more)
+    run.start(*begun, gates=(KILLED_AT,) if lost else ())
+    if lost:
+        run.wait_at(KILLED_AT)
+        for rank in lost:
+            run.kill(rank)
+        run.let_through(KILLED_AT)
     run.finish()
+
+
+def undisturbed(run: Run, *more: str, ranks: int, shards: int, stages: int = 1, gather: str = "step") -> None:
+    play_losing(run, begun=(*layout(ranks, shards, stages, gather), *more))
 
 
 def kill_ranks(run: Run, *lost: str, ranks: int, shards: int, stages: int = 1, gather: str = "step") -> None:
-    run.longest_s = LONGEST_S
-    run.start(*layout(ranks, shards, stages, gather), gates=(KILLED_AT,))
-    run.wait_at(KILLED_AT)
-    for rank in lost:
-        run.kill(rank)
-    run.let_through(KILLED_AT)
-    run.finish()
+    play_losing(run, lost=lost, begun=layout(ranks, shards, stages, gather))
 
 
 def die_within_a_pass(run: Run) -> None:

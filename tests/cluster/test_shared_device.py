@@ -106,7 +106,7 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     """All of them at a time: most of each is a wait for the end of a lease."""
-    runs = play(SCENARIOS, tmp_path_factory.mktemp("shared"))
+    runs = play(SCENARIOS, tmp_path_factory.mktemp("shared"), at_once=len(SCENARIOS))
     return lambda name: finished(runs[name])
 
 

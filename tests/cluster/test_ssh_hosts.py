@@ -369,7 +369,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize(
+    "what",
+    # Memory is checked beside the number of GPUs.
+    [pytest.param(what, marks=pytest.mark.hosts if "memory" in what else ()) for what in WRONG],
+)
 def test_a_host_that_can_not_take_part_is_named_within_seconds_and_nothing_is_left(
     machines: SshHosts, what: str
 ) -> None:

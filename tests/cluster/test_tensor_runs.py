@@ -17,7 +17,7 @@ from kintsugi.telemetry.events import Span, read_events
 from kintsugi.weights.transports.stream import HOLD_TIMEOUT_S
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
 from tests.cluster.real_runs import LAST_STEP, Run, play_selected, until
-from tests.cluster.test_sharded_runs import KILLED_AT, LONGEST_S, resume_with
+from tests.cluster.test_sharded_runs import KILLED_AT, LONGEST_S, play_losing, resume_with
 
 AGENT, SERVER = "agent-0", "server-0"
 
@@ -35,16 +35,6 @@ def layout(*, tensors: int = 1, stages: int = 1, shards: int = 1, replicas: int 
     )
 
 
-def play(run: Run, *, lost: str = "", begun: tuple[str, ...]) -> None:
-    run.longest_s = LONGEST_S
-    run.start(*begun, gates=(KILLED_AT,) if lost else ())
-    if lost:
-        run.wait_at(KILLED_AT)
-        run.kill(lost)
-        run.let_through(KILLED_AT)
-    run.finish()
-
-
 def lose_agent_and_server(run: Run) -> None:
     """Kill the agent to which the ranks have uploaded their slices, and then a server that has to load them again."""
     run.longest_s = LONGEST_S
@@ -60,12 +50,12 @@ def lose_agent_and_server(run: Run) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Run], None]] = {
-    "one rank": partial(play, begun=layout()),
-    "two tensors": partial(play, begun=layout(tensors=2)),
-    "two replicas of tensors": partial(play, begun=layout(tensors=2, replicas=2)),
-    "tensors of stages": partial(play, begun=layout(tensors=2, stages=2)),
-    "shards of tensors": partial(play, begun=layout(tensors=2, shards=2)),
-    "a tensor rank killed": partial(play, lost="model-1", begun=layout(tensors=2)),
+    "one rank": partial(play_losing, begun=layout()),
+    "two tensors": partial(play_losing, begun=layout(tensors=2)),
+    "two replicas of tensors": partial(play_losing, begun=layout(tensors=2, replicas=2)),
+    "tensors of stages": partial(play_losing, begun=layout(tensors=2, stages=2)),
+    "shards of tensors": partial(play_losing, begun=layout(tensors=2, shards=2)),
+    "a tensor rank killed": partial(play_losing, lost=("model-1",), begun=layout(tensors=2)),
     "its agent and a server killed": lose_agent_and_server,
     "resumed without": lambda run: resume_with(run, "actor.layout.tensors=1", begun=layout(tensors=2)),
     "resumed with two": lambda run: resume_with(run, "actor.layout.tensors=2", begun=layout(replicas=2)),

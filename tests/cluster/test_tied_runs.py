@@ -15,7 +15,7 @@ from kintsugi.journal.facts import IncidentClosed, RolledBack, StepCommitted
 from kintsugi.model import huggingface
 from tests.cluster.ledger_of_a_run import assert_trained_exactly_once
 from tests.cluster.real_runs import LAST_STEP, Run, play_selected
-from tests.cluster.test_sharded_runs import KILLED_AT, LONGEST_S, resume_with
+from tests.cluster.test_sharded_runs import play_losing, resume_with
 from tests.unit.model.tied_model import write_tied_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.sharding]
@@ -41,24 +41,16 @@ def layout(
     )
 
 
-def play(run: Run, *, lost: str = "", begun: tuple[str, ...]) -> None:
-    run.longest_s = LONGEST_S
-    run.start(*begun, gates=(KILLED_AT,) if lost else ())
-    if lost:
-        run.wait_at(KILLED_AT)
-        run.kill(lost)
-        run.let_through(KILLED_AT)
-    run.finish()
-
-
 SCENARIOS: dict[str, Callable[[Run], None]] = {
-    "one rank": partial(play, begun=layout()),
-    "two stages": partial(play, begun=layout(stages=2)),
-    "three stages": partial(play, begun=layout(stages=3)),
-    "stages of shards": partial(play, begun=layout(stages=2, shards=2)),
-    "the first stage killed": partial(play, lost="model-0", begun=layout(stages=2)),
-    "the last stage killed": partial(play, lost="model-1", begun=layout(stages=2)),
-    "a shard of the last stage killed": partial(play, lost="model-3", begun=layout(stages=2, shards=2)),
+    "one rank": partial(play_losing, begun=layout()),
+    "two stages": partial(play_losing, begun=layout(stages=2)),
+    "three stages": partial(play_losing, begun=layout(stages=3)),
+    "stages of shards": partial(play_losing, begun=layout(stages=2, shards=2)),
+    "the first stage killed": partial(play_losing, lost=("model-0",), begun=layout(stages=2)),
+    "the last stage killed": partial(play_losing, lost=("model-1",), begun=layout(stages=2)),
+    "a shard of the last stage killed": partial(
+        play_losing, lost=("model-3",), begun=layout(stages=2, shards=2)
+    ),
     "stages resumed with one rank": lambda run: resume_with(
         run, "actor.layout.stages=1", begun=layout(stages=2)
     ),
@@ -68,13 +60,15 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "shards resumed with stages": lambda run: resume_with(
         run, "actor.layout.stages=2", "actor.layout.shards=1", begun=layout(shards=2)
     ),
-    "one rank in slices": partial(play, begun=layout(slices=2)),
-    "stages of tensors": partial(play, begun=layout(stages=2, tensors=2, slices=2)),
+    "one rank in slices": partial(play_losing, begun=layout(slices=2)),
+    "stages of tensors": partial(play_losing, begun=layout(stages=2, tensors=2, slices=2)),
     "a tensor rank of the first stage killed": partial(
-        play, lost="model-1", begun=layout(stages=2, tensors=2, slices=2)
+        play_losing, lost=("model-1",), begun=layout(stages=2, tensors=2, slices=2)
     ),
-    "one rank in bfloat16": partial(play, begun=layout(dtype="bfloat16")),
-    "two stages in bfloat16": partial(play, lost="model-0", begun=layout(stages=2, dtype="bfloat16")),
+    "one rank in bfloat16": partial(play_losing, begun=layout(dtype="bfloat16")),
+    "two stages in bfloat16": partial(
+        play_losing, lost=("model-0",), begun=layout(stages=2, dtype="bfloat16")
+    ),
 }
 TWINS = {
     "stages of tensors": "one rank in slices",

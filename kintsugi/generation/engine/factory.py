@@ -75,31 +75,22 @@ def build_engine(
     if device.type == "cpu":
         if native is None:
             native = not why_not_native(architecture, dtype=dtype)
-        page_bytes = PAGE_SIZE * _token_bytes(architecture, dtype)
-        if native:
-            # The compiled runner rounds heads up to whole vectors.
-            page_bytes = page_bytes // architecture.head_dim * head_shape(architecture, dtype=dtype).size
-        num_pages = _num_pages(
-            num_pages_of(max_length, page_size=PAGE_SIZE),
-            slots=slots,
-            page_bytes=page_bytes,
-            kv_cache_gib=kv_cache_gib,
-        )
-        if native:
-            native_runner = NativeRunner(model, num_slots=slots, max_length=max_length, num_pages=num_pages)
-            # The bits of the compiled runner depend only on a request's own tokens in any mode.
-            return Engine(
-                native_runner, end_token_ids=end_token_ids, deterministic=False, text_of=tokenizer.decode
-            )
-        cpu_runner = CpuRunner(
+        cpu_runner = _cpu_runner(
             model,
-            num_slots=slots,
+            architecture,
+            slots=slots,
             max_length=max_length,
-            num_pages=num_pages,
+            dtype=dtype,
             deterministic=deterministic,
+            kv_cache_gib=kv_cache_gib,
+            native=native,
         )
         return Engine(
-            cpu_runner, end_token_ids=end_token_ids, deterministic=deterministic, text_of=tokenizer.decode
+            cpu_runner,
+            end_token_ids=end_token_ids,
+            # The bits of the compiled runner depend only on a request's own tokens in any mode.
+            deterministic=deterministic and not native,
+            text_of=tokenizer.decode,
         )
     # Imported here: the kernels need Triton, which a CPU build of torch does not include.
     from kintsugi.generation.cuda import runner
@@ -124,6 +115,35 @@ def build_engine(
         text_of=tokenizer.decode,
         steps_per_iteration=STEPS_PER_ITERATION,
         overlap=True,
+    )
+
+
+def _cpu_runner(
+    model: Transformer,
+    architecture: ModelConfig,
+    *,
+    slots: int,
+    max_length: int,
+    dtype: torch.dtype,
+    deterministic: bool,
+    kv_cache_gib: float | None,
+    native: bool,
+) -> NativeRunner | CpuRunner:
+    """Build the compiled runner or the eager one, with the pages of its KV cache."""
+    page_bytes = PAGE_SIZE * _token_bytes(architecture, dtype)
+    if native:
+        # The compiled runner rounds heads up to whole vectors.
+        page_bytes = page_bytes // architecture.head_dim * head_shape(architecture, dtype=dtype).size
+    num_pages = _num_pages(
+        num_pages_of(max_length, page_size=PAGE_SIZE),
+        slots=slots,
+        page_bytes=page_bytes,
+        kv_cache_gib=kv_cache_gib,
+    )
+    if native:
+        return NativeRunner(model, num_slots=slots, max_length=max_length, num_pages=num_pages)
+    return CpuRunner(
+        model, num_slots=slots, max_length=max_length, num_pages=num_pages, deterministic=deterministic
     )
 
 

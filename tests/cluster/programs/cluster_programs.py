@@ -66,6 +66,16 @@ def stubborn(bootstrap: Bootstrap) -> int:
     return idle(bootstrap)
 
 
+def ends_when_told(bootstrap: Bootstrap) -> int:
+    """Records its end and returns once `<process>.told` is there, as a process does that has read `Shutdown`."""
+    told = Path(bootstrap.run_dir) / f"{bootstrap.process}.told"
+    while not told.exists():
+        if select.select([bootstrap.lifeline], [], [], 0.005)[0]:
+            return 1
+    _write(bootstrap, "recorded", os.getpid())
+    return 0
+
+
 def last_words(bootstrap: Bootstrap) -> int:
     sys.stderr.write("these are my last words\n")
     return 3

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from kintsugi.checkpoint.manifest import MANIFEST_FILE, StoredFile, decode_manifest, encode_manifest
 from kintsugi.checkpoint.store import (
@@ -18,30 +17,17 @@ from kintsugi.checkpoint.store import (
     load_checkpoint,
     save_checkpoint,
     state_file,
-    stored_weights,
     verify,
     write_box,
 )
 from kintsugi.errors import RefusedError, StorageError
 from kintsugi.model.seats import Seat
 from kintsugi.model.tensor_file import FileContent
-from kintsugi.training.boxes import Box
-from kintsugi.training.layout import ACTOR, Layout, LayoutPart
+from tests.unit.checkpoint.drawn_state import DrawnState
 
 SHAPES = {"embed.weight": (37, 16), "layer.weight": (24, 16), "norm.weight": (16,), "wide.weight": (8, 100)}
-LAYOUT = Layout({ACTOR: LayoutPart.of(SHAPES)}, has_reference=False)
-FLAT = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(5))
-Box(LAYOUT).zero_filling(FLAT)
-
-
-def box_of(shard: int, shards: int) -> tuple[Box, Tensor]:
-    """A box of the state, filled."""
-    box = Box(LAYOUT, Seat(shard, shards))
-    live = torch.zeros(box.size)
-    box.take(box.weights(live), LAYOUT.weights(FLAT))
-    for row in (0, 1):
-        box.take(box.moments(live)[row], LAYOUT.moments(FLAT)[row])
-    return box, live
+STATE = DrawnState(SHAPES)
+LAYOUT, FLAT, box_of = STATE.layout, STATE.flat, STATE.box_of
 
 
 class Ranks:
@@ -72,10 +58,7 @@ def save(
     def model_files() -> Iterator[tuple[str, FileContent]]:
         if damage is not None:
             damage(others.folder)
-        weights = stored_weights(others.folder, shapes=SHAPES)
-        for name, tensor in LAYOUT.actor.views(LAYOUT.weights(FLAT)).items():
-            assert torch.equal(weights[name], tensor), name
-        yield "config.json", b"{}"
+        yield from STATE.model_files(lambda: others.folder)
 
     box, live = box_of(0, shards)
     others = Ranks(shards, write=write)

@@ -91,7 +91,9 @@ class Host:
         spares: int = 0,
         prepare: str = "unprepared",
         probe: str = "",
+        starts_master: bool = False,
     ) -> None:
+        """`starts_master`: the agent also has a child that it takes for the master, whose messages the test sends."""
         job = uuid4().hex[:8]
         public_key, secret_key = new_key_pair()
         self.master = Endpoint(
@@ -110,19 +112,21 @@ class Host:
         lifeline_read, self.lifeline = os.pipe2(os.O_CLOEXEC)
         children_read, self.children_lifeline = os.pipe2(os.O_CLOEXEC)
         self.report, report_write = os.pipe2(os.O_CLOEXEC)
+        own = Bootstrap(
+            job=job,
+            run_dir=str(run_dir),
+            process=self.name,
+            role=Role.AGENT,
+            host=f"host-{index}",
+            incarnation="",
+            public_key=own_public,
+            secret_key=own_secret,
+            master=self.master.peer(host="host-0"),
+            lifeline=lifeline_read,
+        )
+        of_master = msgspec.structs.replace(own, process="master-0", role=Role.MASTER, incarnation="m")
         self._handover = AgentHandover(
-            bootstrap=Bootstrap(
-                job=job,
-                run_dir=str(run_dir),
-                process=self.name,
-                role=Role.AGENT,
-                host=f"host-{index}",
-                incarnation="",
-                public_key=own_public,
-                secret_key=own_secret,
-                master=self.master.peer(host="host-0"),
-                lifeline=lifeline_read,
-            ),
+            bootstrap=own,
             children_lifeline_read=children_read,
             children_lifeline_write=self.children_lifeline,
             report=report_write,
@@ -134,6 +138,7 @@ class Host:
                 probe=probe,
             ),
             spares=spares,
+            master=of_master if starts_master else None,
         )
         self.agent = self._start_agent()
 
@@ -236,6 +241,7 @@ def make_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeH
         spares: int = 0,
         prepare: str = "unprepared",
         probe: str = "",
+        starts_master: bool = False,
         **programs: str,
     ) -> Host:
         entries = {Role(role): f"cluster_programs:{name}" for role, name in programs.items()}
@@ -248,6 +254,7 @@ def make_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeH
                 spares=spares,
                 prepare=prepare,
                 probe=probe,
+                starts_master=starts_master,
             )
         )
         return hosts[-1]

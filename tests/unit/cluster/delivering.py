@@ -25,6 +25,8 @@ from tests.unit.bulk.loop import Loop
 from tests.unit.bulk.peers import Processes, processes
 
 PIECE_BYTES = 2 * SLICE_BYTES
+PAUSE_S = 0.01
+"""Pause between two attempts."""
 ELEMENTS = 5 * PIECE_BYTES // 4 + 3
 """Float32 elements: six pieces in two parts, the last one of some bytes."""
 
@@ -60,7 +62,7 @@ class Run:
             return self.ask(name, body)
 
         folder = self.root / "host-1" / name
-        made = CheckpointDelivery(call, bulk, process=name, agent="agent-0", folder=folder)
+        made = CheckpointDelivery(call, bulk, process=name, agent="agent-0", folder=folder, pause_s=PAUSE_S)
         return self.ranks.setdefault(name, made)
 
     def deliver(self, rank: str, path: Path, *, step: int = 3, **given: Any) -> Checkpoint:

@@ -46,6 +46,11 @@ def segment_service(pid: int) -> str:
     raise AssertionError(f"process {pid} has no segment service")
 
 
+def await_state(pid: int, state: str) -> None:
+    """Wait until a process is stopped ("T") or has ended ("Z")."""
+    until(lambda: (stat := process_stat(pid)) is not None and stat.state == state, f"state {state} of {pid}")
+
+
 @FORKED
 def test_a_kill_is_reported_with_its_signal_within_a_fifth_of_a_second(
     make_host: MakeHost, preload: tuple[str, ...]
@@ -202,7 +207,7 @@ def test_a_process_that_is_stopped_by_a_signal_is_ended_without_a_stack_dump(mak
     host = make_host(model="idle")
     stopped = host.start("model-0")
     os.kill(stopped.pid, signal.SIGSTOP)
-    until(lambda: (stat := process_stat(stopped.pid)) is not None and stat.state == "T", "its stop")
+    await_state(stopped.pid, "T")
     host.stop(stopped, grace_s=0.0)
     assert host.exit_of("model-0").status == -signal.SIGKILL
     assert newest_dump(RunFolder(host.run_dir).log_file("model-0")) is None
@@ -345,6 +350,47 @@ def test_a_shutdown_ends_the_agent_and_its_children(make_host: MakeHost) -> None
     assert host.agent.wait_ended(whom="agent", timeout_s=5.0) == 0
     assert [process_start_time(pid) for pid in [*(one.pid for one in started), *sleepers]] == [None] * 4
     assert not (host.run_dir / "agents" / "agent-0.json").exists()
+
+
+def unread_bytes(address: str) -> int:
+    """Bytes that have arrived on connections to an address and are not read yet."""
+    port = f":{int(address.rpartition(':')[2]):04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(line[4].partition(":")[2], 16) for line in lines if line[1].endswith(port))
+
+
+def reports_of(host: Any) -> list[str]:
+    """Reports of the agent to its launcher since the last call."""
+    if not select.select([host.report], [], [], 0)[0]:
+        return []
+    return [json.loads(line)["type"] for line in os.read(host.report, 65536).splitlines()]
+
+
+@pytest.mark.parametrize("ended", [(), ("model-1",)], ids=["alone", "with another process"])
+def test_children_get_time_to_end_by_an_order_that_their_agent_reads_after_the_end_of_the_master(
+    make_host: MakeHost, ended: tuple[str, ...]
+) -> None:
+    host = make_host(master="ends_when_told", model="ends_when_told", starts_master=True)
+    for process in ("model-0", *ended):
+        host.start(process)
+    until(lambda: host.turn() and reports_of(host) == ["Ready"], "the start of the master")
+    host.agent.send_signal(signal.SIGSTOP)
+    await_state(host.agent.pid, "T")
+    for process in (*ended, "master-0"):
+        (host.run_dir / f"{process}.told").touch()
+        pid = host.wrote(process, "recorded")
+        await_state(pid, "Z")
+    address = host.master.peers["agent-0"].address
+    assert unread_bytes(address) == 0
+    host.master.send("agent-0", Shutdown("the run is over"))
+    until(lambda: unread_bytes(address) > 0, "the arrival of the order")
+    # The loop of the agent finds the end of the master no later than the order, and acts on it first.
+    host.agent.send_signal(signal.SIGCONT)
+    until(lambda: host.turn() and "Ending" in reports_of(host), "the agent to begin to end")
+    (host.run_dir / "model-0.told").touch()
+    assert host.exit_of("model-0").status == 0, "it was not ended by a signal"
+    assert (host.run_dir / "model-0.recorded.json").exists()
+    assert host.agent.wait_ended(whom="agent", timeout_s=10.0) == 0
 
 
 def faults_of(host: Any) -> list[str]:

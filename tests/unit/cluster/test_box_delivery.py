@@ -18,26 +18,21 @@ from kintsugi.checkpoint.store import (
     load_checkpoint,
     save_checkpoint,
     state_file,
-    stored_weights,
     unfinished_folder,
     verify,
     write_box,
 )
 from kintsugi.errors import RefusedError, StorageError, WorldError
 from kintsugi.model.seats import Seat
-from kintsugi.model.tensor_file import FileContent
 from kintsugi.protocol.hosts import KeepCheckpoint
-from kintsugi.training import checkpoint_delivery
-from kintsugi.training.boxes import Box
-from kintsugi.training.layout import ACTOR, Layout, LayoutPart
+from tests.unit.checkpoint.drawn_state import DrawnState
 from tests.unit.cluster.delivering import PIECE_BYTES, Run, contents, num_read, opened_run
 
 STEP = 3
 SHAPES = {"embed.weight": (1024, 1500), "layer.weight": (24, 16), "norm.weight": (16,)}
 """A box of two has more than one piece of the bulk channel, and so have its weights."""
-LAYOUT = Layout({ACTOR: LayoutPart.of(SHAPES)}, has_reference=False)
-FLAT = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(5))
-Box(LAYOUT).zero_filling(FLAT)
+STATE = DrawnState(SHAPES)
+LAYOUT, FLAT, box_of = STATE.layout, STATE.flat, STATE.box_of
 SECOND = state_file(Seat(1, 2))
 
 
@@ -45,16 +40,6 @@ SECOND = state_file(Seat(1, 2))
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     with opened_run(tmp_path, monkeypatch) as opened:
         yield opened
-
-
-def box_of(shard: int, shards: int) -> tuple[Box, torch.Tensor]:
-    """A box of the state, filled."""
-    box = Box(LAYOUT, Seat(shard, shards))
-    live = torch.zeros(box.size)
-    box.take(box.weights(live), LAYOUT.weights(FLAT))
-    for row in (0, 1):
-        box.take(box.moments(live)[row], LAYOUT.moments(FLAT)[row])
-    return box, live
 
 
 def write(folder: Path, *, shard: int, shards: int = 2, changed: float = 0.0) -> tuple[str, StoredFile]:
@@ -104,13 +89,6 @@ def bring(
 
 def save(run: Run, others: OtherRanks, *, shards: int, saver: str = "") -> Checkpoint:
     """Save as the rank with the first box, beside the run folder or, with its name, on another host."""
-
-    def model_files() -> Iterator[tuple[str, FileContent]]:
-        weights = stored_weights(others.folder, shapes=SHAPES)
-        for name, tensor in LAYOUT.actor.views(LAYOUT.weights(FLAT)).items():
-            assert torch.equal(weights[name], tensor), name
-        yield "config.json", b"{}"
-
     box, live = box_of(0, shards)
     rank = run.rank(saver) if saver else None
     return save_checkpoint(
@@ -119,7 +97,7 @@ def save(run: Run, others: OtherRanks, *, shards: int, saver: str = "") -> Check
         stage="grpo",
         state=box.by_name(live),
         extra={"step": STEP},
-        model_files=model_files(),
+        model_files=STATE.model_files(lambda: others.folder),
         keep=2,
         seat=box.seat,
         others=others,
@@ -181,7 +159,6 @@ def test_the_rank_that_saves_fetches_the_weights_and_not_the_moments_of_the_othe
 
 
 def test_weights_whose_connection_ends_are_fetched_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_delivery, "PAUSE_S", 0.01)
     others = OtherRanks(run, shards=2, saver="model-0")
     others.ask(run.root / "there")
     others.folder.mkdir()

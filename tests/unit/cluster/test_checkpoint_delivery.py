@@ -33,10 +33,11 @@ from kintsugi.errors import (
 from kintsugi.protocol.hosts import KeepCheckpoint, ListFiles, StoreFile
 from kintsugi.protocol.messages import Body
 from kintsugi.training import checkpoint_delivery
-from kintsugi.training.checkpoint_delivery import CheckpointDelivery
+from kintsugi.training.checkpoint_delivery import MAX_ATTEMPTS, CheckpointDelivery
 from kintsugi.transport import Reply
 from tests.unit.cluster.delivering import (
     ELEMENTS,
+    PAUSE_S,
     PIECE_BYTES,
     Run,
     contents,
@@ -202,6 +203,7 @@ def delivery_with(run: Run, call: Callable[[Body], Reply]) -> CheckpointDelivery
         process="model-0",
         agent="agent-0",
         folder=run.root / "host-1",
+        pause_s=PAUSE_S,
     )
 
 
@@ -209,19 +211,20 @@ def delivery_with(run: Run, call: Callable[[Body], Reply]) -> CheckpointDelivery
 def test_a_disk_that_fails_beside_the_master_is_a_failure_of_storage(
     kind: str, expected: type[StorageError], run: Run
 ) -> None:
+    asked: list[Body] = []
+
     def call(body: Body) -> Reply:
+        asked.append(body)
         raise WorldError("no space left", cause=Fault("id", kind, "agent-0", "no space left", 0.0))
 
     run.ranks["model-0"] = delivery_with(run, call)
     with pytest.raises(StorageError, match="no space left") as caught:
         run.deliver("model-0", run.checkpoint(run.root / "written").path)
     assert type(caught.value) is expected
+    assert len(asked) >= MAX_ATTEMPTS, "a part is not given up at its first failure"
 
 
-def test_a_part_is_brought_again_while_the_agent_beside_the_master_is_replaced(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint_delivery, "PAUSE_S", 0.01)
+def test_a_part_is_brought_again_while_the_agent_beside_the_master_is_replaced(run: Run) -> None:
     died: list[Body] = []
 
     def call(body: Body) -> Reply:
