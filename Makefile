@@ -109,7 +109,7 @@ test-fast: system-packages $(SETUP_TEST)
 
 # Runs over ssh on hosts in namespaces of this machine (root): losses of hosts, links and launchers, refusals.
 test-hosts: system-packages $(SETUP_TEST)
-	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_ssh_hosts.py tests/cluster/test_sharded_hosts.py
+	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_ssh_hosts.py tests/cluster/test_ssh_scenarios.py tests/cluster/test_sharded_hosts.py
 
 # The same on the nodes of a Ray cluster; its contract tests, and losses of nodes, drivers and launchers (root).
 test-ray: system-packages $(SETUP_RAY)

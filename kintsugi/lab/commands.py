@@ -87,6 +87,8 @@ def run_experiments(
             for loaded, each in pairs
         ]
         check_reach(pairs[0][0].config)
+        for loaded, _ in pairs:
+            _check_abilities_elsewhere(loaded, on=on)
     else:
         _check_abilities(pairs)
     for loaded, _ in pairs:
@@ -127,6 +129,26 @@ def _check_abilities(pairs: Sequence[tuple[LoadedExperiment, Profile]]) -> None:
                 choose(fault, pid=os.getpid() if shared else None)
         except UserError as error:
             raise UserError(f"{name}: {error} (see `kintsugi lab abilities`)") from error
+
+
+def _check_abilities_elsewhere(loaded: LoadedExperiment, *, on: str) -> None:
+    """Raise UserError with the machine and the reason for faults that can not be injected there, before anything
+    starts."""
+    from kintsugi.control.placement import plan_layout
+    from kintsugi.lab.probing import choose
+    from kintsugi.lab.testbed.remote_hosts import HERE, refusals
+
+    hosts = {plan.process: plan.host for plan in plan_layout(loaded.config)}
+    faults = [(hosts[fault.target], fault) for fault in loaded.experiment.faults]
+    try:
+        for host, fault in faults:
+            if host == HERE:
+                choose(fault, may_share_network=True)
+    except UserError as error:
+        raise UserError(f"{loaded.experiment.name}: --on {on}: {error}") from error
+    elsewhere = [(host, fault) for host, fault in faults if host != HERE]
+    for host, why in refusals(loaded.config, elsewhere).items():
+        raise UserError(f"{loaded.experiment.name}: --on {on}: {host}: {why}")
 
 
 def check_places(places: TestbedSpec, *, name: str, folder: Path | None) -> None:
