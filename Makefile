@@ -125,7 +125,7 @@ $(SETUP_RAY): pyproject.toml constraints.txt benchmarks/constraints-ray.txt
 KUBERNETES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kintsugi/kubernetes-1.20.2
 test-kubernetes: system-packages $(SETUP_TEST)
 	tests/cluster/programs/build_kubernetes.sh $(KUBERNETES)
-	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_kubernetes_cluster.py
+	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_kubernetes_cluster.py tests/cluster/test_kubernetes_scenarios.py
 
 # Runs on a Slurm cluster of several slurmd in namespaces of this machine (root, Debian): losses, time limits, refusals.
 test-slurm: system-packages $(SETUP_TEST)

@@ -135,6 +135,7 @@ def _check_abilities_elsewhere(loaded: LoadedExperiment, *, on: str) -> None:
     """Raise UserError with the machine and the reason for faults that can not be injected there, before anything
     starts."""
     from kintsugi.control.placement import plan_layout
+    from kintsugi.lab.injector.checks import NETWORK
     from kintsugi.lab.probing import choose
     from kintsugi.lab.testbed.remote_hosts import HERE, refusals
 
@@ -143,7 +144,7 @@ def _check_abilities_elsewhere(loaded: LoadedExperiment, *, on: str) -> None:
     try:
         for host, fault in faults:
             if host == HERE:
-                choose(fault, may_share_network=True)
+                choose(fault, pid=os.getpid() if fault.ability in NETWORK else None, may_share_network=True)
     except UserError as error:
         raise UserError(f"{loaded.experiment.name}: --on {on}: {error}") from error
     elsewhere = [(host, fault) for host, fault in faults if host != HERE]

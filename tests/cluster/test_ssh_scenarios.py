@@ -32,7 +32,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
     made.close()
 
 
-@pytest.mark.parametrize("name", ["S1", "S2", "S3", "S4", "S5"])
+@pytest.mark.parametrize("name", ["S1", "S1_loss", "S2", "S3", "S4", "S5"])
 def test_an_experiment_is_diagnosed_on_other_machines_and_everything_is_undone_there(
     machines: SshHosts, name: str
 ) -> None:
@@ -48,6 +48,22 @@ def test_an_experiment_is_diagnosed_on_other_machines_and_everything_is_undone_t
     assert_faults_fired(folder, name)
     assert_diagnosed(result)
     assert state_of(places) == before
+    machines.assert_nothing_left()
+
+
+def test_a_machine_whose_user_may_not_change_its_network_is_named_before_anything_starts(
+    machines: SshHosts,
+) -> None:
+    python = machines.interpreter_without("net_admin")
+    hosts_file = machines.hosts_file(name="unable.txt", python=python)
+    folder = machines.runs / "unable"
+    code, output = machines.ask(
+        *("lab", "run", "node_loss", "S1", "--profile", "ours", "--folder", str(folder)),
+        *("--on", str(hosts_file)),
+    )
+    assert code != 0 and not folder.exists()
+    assert f"S1: --on {hosts_file}: host-2: network_delay can not be done on this machine" in output
+    assert "expected CAP_NET_ADMIN, to set rules about packets" in output
     machines.assert_nothing_left()
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from kintsugi.errors import DeadlineExceeded, KintsugiError, UntrustedFile, UserError
 from kintsugi.lab import probing
 from kintsugi.lab.faults.mechanism import FaultContext
+from kintsugi.lab.injector.checks import NETWORK
 from kintsugi.lab.injector.fault_process import END_TIMEOUT_S, FaultProcess
 from kintsugi.lab.injector.reaper import ReaperGuard, own_world
 from kintsugi.lab.injector.reports import InjectorReport
@@ -49,7 +50,9 @@ class HostFaults:
             match order.do:
                 case "probe":
                     assert order.injection is not None
-                    chosen = probing.choose(order.injection, may_share_network=True)
+                    # What belongs to the run is in the network of this machine, as this process is.
+                    own = os.getpid() if order.injection.ability in NETWORK else None
+                    chosen = probing.choose(order.injection, pid=own, may_share_network=True)
                     return FaultAnswer(mechanism=chosen.name)
                 case "look_up":
                     return FaultAnswer(ports=tuple(sorted(ports_of({order.pid} & set(of_the_run)))))

@@ -243,6 +243,9 @@ class RemoteHosts:
         undoes everything by itself."""
         problems = []
         for host in sorted(self._with_faults):
+            connection = self._connections.get(host)
+            if connection is None or connection.has_ended:
+                continue  # The program there has ended with it, and has undone everything.
             answer = self.order_fault(host, FaultOrder(do="close"))
             if answer.is_reached and answer.why:
                 problems.append(f"{host}: {answer.why}")

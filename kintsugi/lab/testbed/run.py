@@ -158,14 +158,14 @@ class MarkedRun:
     def close(self) -> None:
         """End the remaining processes of the run."""
         self.kill_everything()
-        if self.remote is not None:
-            self.remote.close()
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
         if self.launcher is not None:
             self.launcher.close()
             self.launcher = None
+        if self.remote is not None:
+            self.remote.close()
 
 
 def signal_ours(run: MarkedRun, pid: int, number: signal.Signals) -> bool:

@@ -15,6 +15,7 @@ import pytest
 
 from kintsugi.config.schema import ClusterSection, Config
 from kintsugi.errors import UserError
+from kintsugi.lab.injector.fault_process import PeerPorts
 from kintsugi.lab.injector.host_faults import FOLDERS
 from kintsugi.lab.injector.injection import Ability, Injection
 from kintsugi.lab.injector.remote_fault import RemoteFault
@@ -174,3 +175,12 @@ def test_a_host_that_does_not_answer_is_named(
     answer = silent.order_fault(HOST, FaultOrder(do="probe", injection=FULL))
     assert answer.why == "host-2 does not answer"
     silent.close()
+
+
+def test_changed_ports_of_the_other_end_are_told_and_unknown_ones_are_not() -> None:
+    looks = iter([{80}, {80}, None, {81}])
+    told: list[list[int]] = []
+    ports = PeerPorts(lambda: next(looks, {81}), lambda found: told.append(sorted(found)))
+    until(lambda: len(told) == 2, "both sets of ports")
+    ports.close()
+    assert told == [[80], [81]]
