@@ -25,7 +25,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
 """Faults of each experiment on other machines: kind and target."""
 COUNTERS = {
     "network_delay": ("packets", 1),
-    "network_loss": ("packets", 1),
+    "network_loss": ("dropped", 1),
     "cpu": ("quota_us", 1),
     "memory": ("grown_bytes", 1),
     "device_memory": ("limit_bytes", 1),
@@ -72,7 +72,14 @@ def assert_faults_fired(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def assert_diagnosed(result: Path) -> None:
     """Check that the cause was named, and that the run went on to its end without a lost step."""
+    run = assert_went_on(result)
+    assert run["correct"], (run["diagnosed"], run["verdicts"])
+
+
+def assert_went_on(result: Path) -> dict[str, Any]:
+    """Check that the run went on to its end without a lost step; return its record."""
+    run: dict[str, Any]
     (run,) = json.loads(result.read_text())["runs"]
     assert not run["problem"], run["problem"]
-    assert run["correct"], (run["diagnosed"], run["verdicts"])
     assert run["recovered"] and run["steps_lost"] == 0, run
+    return run

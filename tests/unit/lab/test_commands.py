@@ -143,10 +143,10 @@ def test_an_experiment_that_needs_this_machine_is_refused_by_name_on_others(
         run_on("hosts.txt", str(tmp_path / "mine.yaml"))
 
 
-def run_on(hosts_file: str, name: str) -> bool:
-    """Run an experiment on other machines."""
+def run_on(hosts_file: str, *names: str) -> bool:
+    """Run experiments on other machines."""
     return commands.run_experiments(
-        [name, "cluster.address=198.51.100.1"],
+        [*names, "cluster.address=198.51.100.1"],
         profile="ours",
         folder=None,
         json=None,
@@ -165,8 +165,13 @@ def test_an_experiment_whose_fault_a_machine_can_not_inject_is_refused_with_mach
     refuses = ["sh", "-c", f"""while read order; do echo '{{"why": "{why}"}}'; done"""]
     commands_of = dict.fromkeys(("host-1", "host-2"), refuses)
     monkeypatch.setattr(remote_hosts, "commands_of", lambda config: commands_of)
-    with pytest.raises(UserError, match=f"S1: --on {hosts_file}: host-2: {why}"):
-        run_on(str(hosts_file), "S1")
+    with pytest.raises(UserError) as refused:
+        run_on(str(hosts_file), "S1", "node_loss", "S4")
+    assert str(refused.value).splitlines() == [
+        f"S1: --on {hosts_file}: host-2: {why}",
+        f"S4: --on {hosts_file}: host-1: {why}",
+        "without them: node_loss",
+    ]
 
 
 def test_the_fragile_system_and_an_engine_without_machines_are_refused_by_name() -> None:
