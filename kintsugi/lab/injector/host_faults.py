@@ -144,10 +144,10 @@ class HostFaults:
 def remove_leftovers(folder: Path) -> None:
     """Remove the journals of programs of this machine that were killed, once everything is undone."""
     for path in folder.glob(f"{FOLDERS}-{own_world()}-*"):
-        *_, pid, born = path.name.split("-")
-        if ProcessIdentity(int(pid), int(born)).alive:
-            continue
-        with suppress(OSError, UntrustedFile):
+        with suppress(OSError, UntrustedFile, ValueError):
+            *_, pid, born = path.name.split("-")
+            if ProcessIdentity(int(pid), int(born)).alive:
+                continue
             journal = UndoJournal(path / JOURNAL)
             left = journal.outstanding()
             journal.close()
