@@ -109,7 +109,7 @@ WITH_TORCH = frozenset(
     | {"weights.device_digests", "weights.digest_kernels"}
     | {f"model.{name}" for name in ("attention", "device", "device_errors", "device_usage", "huggingface")}
     | {f"model.{name}" for name in ("known_answer", "logprobs", "logprob_kernels", "rotary", "transformer")}
-    | {f"model.{name}" for name in ("fused_layers", "layer_kernels", "recompute")}
+    | {f"model.{name}" for name in ("fused_layers", "gradient_roots", "layer_kernels", "recompute")}
     | {f"model.{name}" for name in ("tensor_group", "sliced_logprobs", "sliced_transformer")}
     | {"model.gguf_blocks", "model.import_gguf", "model.torch_internals"}
 )
