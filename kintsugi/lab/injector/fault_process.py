@@ -29,6 +29,9 @@ PORTS_TIMEOUT_S = 30.0
 class PreparedFault(ABC):
     """A fault that begins when it is told to, and is undone at its end."""
 
+    longest_hold_s = 20.0
+    """How long the master may be held while the fault begins."""
+
     def __init__(self) -> None:
         self._follower: PeerPorts | None = None
 

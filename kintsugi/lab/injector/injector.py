@@ -241,13 +241,19 @@ class Injector:
             fault.go()
             return self._expect(fault, "began", injection, prepared.pid)
         while True:
+            report: InjectorReport | None = None
+            is_begun = False
             with self._master_held() as hold:
                 if trigger.holds:
+                    is_begun = True
                     fault.go()
-                    report = self._expect(fault, "began", injection, prepared.pid)
-                    if injection.target == MASTER and prepared.mechanism is StopSignal:
+                    with contextlib.suppress(DeadlineExceeded):
+                        report = fault.receive(timeout_s=fault.longest_hold_s)
+                    is_stop = injection.target == MASTER and prepared.mechanism is StopSignal
+                    if is_stop and report is not None and report.what == "began":
                         hold.keep_stopped()
-                    return report
+            if is_begun:
+                return self._expect(fault, "began", injection, prepared.pid, report=report)
             trigger.until_holds()
 
     def signal_in_phase(
@@ -415,9 +421,18 @@ class Injector:
                 return found
         return socket.gethostname()
 
-    def _expect(self, fault: PreparedFault, what: str, injection: Injection, pid: int) -> InjectorReport:
-        """Wait for one kind of report; ProcessDied or UserError when another one, or none, comes."""
-        report = fault.receive(timeout_s=READY_TIMEOUT_S)
+    def _expect(
+        self,
+        fault: PreparedFault,
+        what: str,
+        injection: Injection,
+        pid: int,
+        *,
+        report: InjectorReport | None = None,
+    ) -> InjectorReport:
+        """Wait for one kind of report, unless it is there already; ProcessDied or UserError when another one, or none,
+        comes."""
+        report = report or fault.receive(timeout_s=READY_TIMEOUT_S)
         if report is not None and report.what == what:
             return report
         if not fault.is_target_alive:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection
 from itertools import count
 
@@ -15,12 +16,16 @@ from kintsugi.lab.injector.reports import InjectorReport
 from kintsugi.lab.testbed.remote_hosts import RemoteHosts
 from kintsugi.lab.testbed.remote_orders import FaultAnswer, FaultOrder
 from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.waits import join
 
 _NUMBERS = count(1)
 
 
 class RemoteFault(PreparedFault):
     """One fault on a host; its orders are answered before the next one."""
+
+    longest_hold_s = 0.4
+    """An order travels to the host and back; a master that is held for a second is found to be stopped."""
 
     def __init__(
         self,
@@ -37,6 +42,7 @@ class RemoteFault(PreparedFault):
         self._remote, self._host = remote, host
         self._name = f"{os.getpid()}-{next(_NUMBERS)}"
         self._answers: list[InjectorReport | None] = []
+        self._beginning: threading.Thread | None = None
         self._is_over = False
         answer = self._order(
             FaultOrder(
@@ -86,7 +92,11 @@ class RemoteFault(PreparedFault):
         return False
 
     def go(self) -> None:
-        self._order(FaultOrder(do="begin", fault=self._name))
+        order = FaultOrder(do="begin", fault=self._name)
+        self._beginning = threading.Thread(
+            target=self._order, args=(order,), name=f"begin {self._name}", daemon=True
+        )
+        self._beginning.start()
 
     def end(self) -> None:
         self._is_over = True
@@ -96,6 +106,9 @@ class RemoteFault(PreparedFault):
         self._order(FaultOrder(do="ports", fault=self._name, ports=tuple(sorted(ports))))
 
     def receive(self, *, timeout_s: float) -> InjectorReport | None:
+        if self._beginning is not None:
+            join(self._beginning, whom=self._host, what="the begin of the fault", timeout_s=timeout_s)
+            self._beginning = None
         return self._answers.pop(0) if self._answers else None
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from kintsugi.config.schema import ClusterSection, Config
-from kintsugi.errors import UserError
+from kintsugi.errors import DeadlineExceeded, UserError
 from kintsugi.lab.injector.fault_process import PeerPorts
 from kintsugi.lab.injector.host_faults import FOLDERS
 from kintsugi.lab.injector.injection import Ability, Injection
@@ -56,7 +56,8 @@ class Bench:
         fault = RemoteFault(self.remote, HOST, FULL, pid=self.machine.child)
         fault.go()
         assert [
-            report and report.what for report in (fault.receive(timeout_s=0), fault.receive(timeout_s=0))
+            report and report.what
+            for report in (fault.receive(timeout_s=20.0), fault.receive(timeout_s=20.0))
         ] == [
             "ready",
             "began",
@@ -101,7 +102,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 def test_a_fault_begins_on_its_host_and_is_undone_and_measured_at_its_end(bench: Bench) -> None:
     fault = bench.begin()
     fault.end()
-    report = fault.receive(timeout_s=0)
+    report = fault.receive(timeout_s=20.0)
     assert report is not None and report.what == "ended" and report.measured["limit_bytes"] > 0
     assert bench.limit == bench.usual
     fault.close()
@@ -136,7 +137,7 @@ def test_a_lost_connection_undoes_everything_and_the_fault_says_so(bench: Bench)
     assert bench.limit == bench.usual
     assert bench.journals() == []
     fault.end()
-    report = fault.receive(timeout_s=0)
+    report = fault.receive(timeout_s=20.0)
     assert report is not None and "the connection to this host was lost" in report.why
 
 
@@ -184,3 +185,18 @@ def test_changed_ports_of_the_other_end_are_told_and_unknown_ones_are_not() -> N
     until(lambda: len(told) == 2, "both sets of ports")
     ports.close()
     assert told == [[80], [81]]
+
+
+def test_a_host_that_begins_a_fault_late_does_not_hold_the_laboratory(bench: Bench) -> None:
+    """The master is held meanwhile, and one that is held for a second is found to be stopped."""
+    fault = RemoteFault(bench.remote, HOST, FULL, pid=bench.machine.child)
+    assert fault.receive(timeout_s=20.0) is not None
+    (program,) = bench.programs("host-signals")
+    program.suspend()
+    fault.go()
+    with pytest.raises(DeadlineExceeded):
+        fault.receive(timeout_s=fault.longest_hold_s)
+    program.resume()
+    report = fault.receive(timeout_s=20.0)
+    assert report is not None and report.what == "began" and bench.limit != bench.usual
+    fault.close()
