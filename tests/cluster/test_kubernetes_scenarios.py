@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kintsugi.lab.scenarios.experiments import experiments_folder
 from tests.cluster import kubernetes_cluster
 from tests.cluster.hosts_runs import LONGEST_S
 from tests.cluster.kubernetes_cluster import KubernetesCluster
@@ -44,11 +45,23 @@ def template_with(cluster: KubernetesCluster, *capabilities: str) -> Path:
     return path
 
 
+def longer_s1(cluster: KubernetesCluster) -> Path:
+    """S1 with steps that outlast its fault: with the run its pods end, and with them what the fault has counted."""
+    text = (experiments_folder() / "S1.yaml").read_text()
+    recipe = experiments_folder() / "workloads" / "grpo.yaml"
+    text = text.replace("workloads/grpo.yaml", str(recipe)).replace(
+        "algorithm.steps: 28", "algorithm.steps: 70"
+    )
+    path = cluster.runs / "S1.yaml"
+    path.write_text(text)
+    return path
+
+
 def run_s1(cluster: KubernetesCluster, name: str, *overrides: str) -> tuple[int, str, Path]:
     """Run S1 in pods; return its exit code, its output and its folder."""
     folder = cluster.runs / name
     code, output = cluster.ask(
-        *("lab", "run", "S1", "--profile", "ours", "--folder", str(folder)),
+        *("lab", "run", str(longer_s1(cluster)), "--profile", "ours", "--folder", str(folder)),
         *("--json", f"{folder}.json", *cluster.on_pods(pods=2), PATIENTLY, *overrides),
         timeout_s=2 * LONGEST_S,
         user="laboratory",
