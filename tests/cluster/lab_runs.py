@@ -41,8 +41,11 @@ def state_of(places: Sequence[HostNamespaces]) -> dict[str, str]:
     found = {}
     for place in places:
         network = next(path for path in place.namespaces if path.endswith("/net"))
-        for command in (("nft", "list", "ruleset"), ("tc", "qdisc", "show")):
-            found[f"{place.name} {command[0]}"] = tools.call("nsenter", f"--net={network}", *command)
+        there = ("nsenter", f"--net={network}")
+        found[f"{place.name} nft"] = tools.call(*there, "nft", "list", "ruleset")
+        queues = tools.call(*there, "tc", "qdisc", "show").splitlines()
+        # Handle 0 is the kernel's own queue of a device, which may be new.
+        found[f"{place.name} tc"] = "\n".join(line for line in queues if line.split()[2] != "0:")
     groups = [
         path for mount in group_mounts() for path in mount.path.rglob("g*") if GROUP.fullmatch(path.name)
     ]
