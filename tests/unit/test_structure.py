@@ -43,7 +43,8 @@ ALLOWED: dict[str, frozenset[str]] = {
         "rollout",
     }
     | {"page", "run_folder", "serving", "simulation"},
-    "cluster": SHARED | {"bulk", "checkpoint.store", "device_lease", "run_folder", "weights"},
+    "cluster": SHARED
+    | {"bulk", "checkpoint.snapshot", "checkpoint.store", "device_lease", "run_folder", "weights"},
     "config": GROUND
     | {"model", "telemetry.export", "data", "rollout", "control.placement", "graph.algorithms"},
     "control": SHARED
@@ -111,7 +112,7 @@ WITH_TORCH = frozenset(
     | {f"model.{name}" for name in ("known_answer", "logprobs", "logprob_kernels", "rotary", "transformer")}
     | {f"model.{name}" for name in ("fused_layers", "gradient_roots", "layer_kernels", "recompute")}
     | {f"model.{name}" for name in ("tensor_group", "sliced_logprobs", "sliced_transformer")}
-    | {"model.gguf_blocks", "model.import_gguf", "model.torch_internals"}
+    | {"model.torch_internals"}
 )
 """Modules that compute. All others are the control plane and must be importable without torch."""
 
