@@ -110,7 +110,7 @@ test-fast: system-packages $(SETUP_TEST)
 
 # Runs over ssh on hosts in namespaces of this machine (root): losses of hosts, links and launchers, refusals.
 test-hosts: system-packages $(SETUP_TEST)
-	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_ssh_hosts.py tests/cluster/test_sharded_hosts.py
+	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_ssh_hosts.py tests/cluster/test_ssh_scenarios.py tests/cluster/test_sharded_hosts.py
 
 # The same on the nodes of a Ray cluster; its contract tests, and losses of nodes, drivers and launchers (root).
 test-ray: system-packages $(SETUP_RAY)
@@ -126,7 +126,7 @@ $(SETUP_RAY): pyproject.toml constraints.txt benchmarks/constraints-ray.txt
 KUBERNETES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kintsugi/kubernetes-1.20.2
 test-kubernetes: system-packages $(SETUP_TEST)
 	tests/cluster/programs/build_kubernetes.sh $(KUBERNETES)
-	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_kubernetes_cluster.py
+	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_kubernetes_cluster.py tests/cluster/test_kubernetes_scenarios.py
 
 # Runs on a Slurm cluster of several slurmd in namespaces of this machine (root, Debian): losses, time limits, refusals.
 test-slurm: system-packages $(SETUP_TEST)

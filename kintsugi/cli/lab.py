@@ -150,7 +150,7 @@ def host_signals(
     host: Annotated[str, typer.Argument(help="Name of the host in its run.")],
     scratch: Annotated[Path, typer.Argument(help="Folder of the supervisors on this host.")],
 ) -> None:
-    """Signal processes of a run on this host, as orders on standard input say: `soak` and `lab run` call it."""
+    """Inject faults into a run on this host, as orders on standard input say: `soak` and `lab run` call it."""
     from kintsugi.lab.testbed.remote_signals import serve
 
     serve(host, scratch)
@@ -188,8 +188,8 @@ def run_experiments(
     json: JsonFile = None,
     on: On = None,
 ) -> None:
-    """Run experiments on our system and on the fragile one; report visible errors and diagnoses. With --on the run is
-    on other machines: only for experiments that change nothing else of this one."""
+    """Run experiments on our system and on the fragile one; report visible errors and diagnoses. With --on run and
+    faults are on other machines, and a machine that can not have a fault is named before anything starts."""
     from kintsugi.cli.hosts import placed
     from kintsugi.lab.commands import run_experiments as run_them
 

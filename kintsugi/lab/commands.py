@@ -87,6 +87,7 @@ def run_experiments(
             for loaded, each in pairs
         ]
         check_reach(pairs[0][0].config)
+        _check_abilities_elsewhere([loaded for loaded, _ in pairs], on=on)
     else:
         _check_abilities(pairs)
     for loaded, _ in pairs:
@@ -127,6 +128,36 @@ def _check_abilities(pairs: Sequence[tuple[LoadedExperiment, Profile]]) -> None:
                 choose(fault, pid=os.getpid() if shared else None)
         except UserError as error:
             raise UserError(f"{name}: {error} (see `kintsugi lab abilities`)") from error
+
+
+def _check_abilities_elsewhere(chosen: Sequence[LoadedExperiment], *, on: str) -> None:
+    """Raise UserError with the machine and the reason for every experiment with a fault that can not be injected there,
+    before anything starts; it names those that can be made."""
+    refused = {loaded.experiment.name: why for loaded in chosen if (why := _refusal_elsewhere(loaded))}
+    if not refused:
+        return
+    others = [loaded.experiment.name for loaded in chosen if loaded.experiment.name not in refused]
+    lines = [f"{name}: --on {on}: {why}" for name, why in refused.items()]
+    raise UserError("\n".join([*lines, *([f"without them: {' '.join(others)}"] if others else [])]))
+
+
+def _refusal_elsewhere(loaded: LoadedExperiment) -> str:
+    """Return which machine can not have a fault of an experiment, and why; empty if all can."""
+    from kintsugi.control.placement import plan_layout
+    from kintsugi.lab.injector.checks import NETWORK
+    from kintsugi.lab.probing import choose
+    from kintsugi.lab.testbed.remote_hosts import HERE, refusals
+
+    hosts = {plan.process: plan.host for plan in plan_layout(loaded.config)}
+    faults = [(hosts[fault.target], fault) for fault in loaded.experiment.faults]
+    try:
+        for host, fault in faults:
+            if host == HERE:
+                choose(fault, pid=os.getpid() if fault.ability in NETWORK else None, may_share_network=True)
+    except UserError as error:
+        return f"{HERE}: {error}"
+    found = refusals(loaded.config, [(host, fault) for host, fault in faults if host != HERE])
+    return "; ".join(f"{host}: {why}" for host, why in found.items())
 
 
 def check_places(places: TestbedSpec, *, name: str, folder: Path | None) -> None:

@@ -40,8 +40,11 @@ def abilities() -> tuple[Availability, ...]:
     )
 
 
-def choose(injection: Injection, *, pid: int | None = None) -> type[FaultMechanism]:
-    """Return the first mechanism that works here (on process `pid`, if given) and supports all of the injection.
+def choose(
+    injection: Injection, *, pid: int | None = None, may_share_network: bool = False
+) -> type[FaultMechanism]:
+    """Return the first mechanism that works here (on process `pid`, if given) and supports all of the injection. With
+    `may_share_network` it may change the network of this machine itself.
 
     Raises UserError with the reason of each mechanism when there is none.
     """
@@ -56,7 +59,8 @@ def choose(injection: Injection, *, pid: int | None = None) -> type[FaultMechani
     lacking: dict[str, str] = {}
     for mechanism in candidates:
         lack = _missing(mechanism) or _ignored(mechanism, injection)
-        lack = lack or (mechanism.unsupported_for(pid) if pid is not None else None)
+        if lack is None and pid is not None:
+            lack = mechanism.unsupported_for(pid, may_share_network=may_share_network)
         if lack is None:
             return mechanism
         lacking[mechanism.name] = lack

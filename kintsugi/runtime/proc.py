@@ -138,6 +138,13 @@ def catches_signal(pid: int, number: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
+def has_capability(number: int) -> bool:
+    """Whether this process has a capability, by its number in linux/capability.h."""
+    status = Path("/proc/self/status").read_text()
+    effective = next(line for line in status.splitlines() if line.startswith("CapEff:")).split()[1]
+    return bool(int(effective, 16) >> number & 1)
+
+
 def boot_id() -> str:
     """Identity of this boot of this host, without which a start time means nothing."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from kintsugi.cluster.namespaces import HostNamespaces
 from kintsugi.lab.testbed import hosts, tools
 from kintsugi.lab.testbed.process_tags import carriers
 from tests.cluster.tiny_runs import until
@@ -132,6 +133,11 @@ class SlurmCluster:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def places(self) -> tuple[HostNamespaces, ...]:
+        """The networks of the login node and of all nodes."""
+        return self._network.places
 
     # Daemons.
 

@@ -156,6 +156,11 @@ class SshHosts:
         other.chmod(0o755)
         return other
 
+    def interpreter_without(self, capability: str) -> Path:
+        """An interpreter for the hosts that lacks a capability, although it runs as root."""
+        less = f'exec setpriv --bounding-set=-{capability} {sys.executable} "$@"'
+        return self._wrapper(f"{capability}-python", lines=less)
+
     def hosts_file(
         self,
         *options: str,

@@ -19,12 +19,15 @@ import pytest
 
 from kintsugi.errors import ProcessDied, UserError
 from kintsugi.lab import probing
+from kintsugi.lab.faults.network import queue_rule
 from kintsugi.lab.injector.injection import Ability, Injected, Injection, Trigger
 from kintsugi.lab.injector.injector import Injector
+from kintsugi.lab.injector.undo_log import RemoveRules, iptables_is_nft, network_of, queue_rules
 from kintsugi.lab.residue.host_diff import difference, host_snapshot, placement
 from kintsugi.lab.residue.probe_workload import ProbeRun
-from kintsugi.lab.testbed import hosts
+from kintsugi.lab.testbed import hosts, tools
 from kintsugi.lab.testbed.testbed import RunTestbed
+from tests.cluster.tiny_runs import until
 
 TARGET, PEER, BYSTANDER = "probe-1", "probe-0", "probe-3"
 """The bystander is on the same host as the target."""
@@ -445,3 +448,31 @@ def test_what_can_not_be_done_is_refused_with_the_reason(bench: Bench, words: st
         bench.injector.begin(IMPOSSIBLE[words])
     assert bench.placements() == was
     assert len(list((bench.folder / "lab" / "markers").iterdir())) == markers
+
+
+@pytest.mark.parametrize("others", [[], ["-p", "tcp", "--dport", "81", "-j", "ACCEPT"]])
+def test_the_table_that_iptables_made_for_a_fault_is_removed_with_it_unless_it_has_other_rules(
+    others: list[str],
+) -> None:
+    if queue_rule() != "iptables" or not iptables_is_nft():
+        pytest.skip("this kernel queues packets by nftables, or this iptables shows no table to nft")
+    with subprocess.Popen(["unshare", "--net", "sleep", "60"]) as holder:
+        own = network_of("self")
+        until(lambda: network_of(holder.pid) != own, "a network of its own")
+        there = ("nsenter", "--target", str(holder.pid), "--net")
+        (rule,) = queue_rules(("OUTPUT",), mark=0x6B000001, queue=7)
+        tools.call(*there, "iptables", "-A", *rule)
+        if others:
+            tools.call(*there, "iptables", "-A", "INPUT", *others)
+        undo = RemoveRules(
+            network_of(holder.pid),
+            "k00000001",
+            chains=("OUTPUT",),
+            mark=0x6B000001,
+            queue=7,
+            is_table_made=True,
+        )
+        undo.carry_out()
+        left = tools.call(*there, "nft", "list", "ruleset")
+        holder.kill()
+    assert "queue" not in left and ("dport 81" in left) == bool(others) == ("table" in left)

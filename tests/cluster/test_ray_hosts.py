@@ -30,6 +30,7 @@ from tests.cluster.hosts_runs import (
     weights_of,
     write_inputs,
 )
+from tests.cluster.lab_runs import assert_diagnosed, assert_faults_fired, state_of
 from tests.cluster.ray_hosts import RayHosts
 from tests.cluster.real_runs import kill_all
 from tests.cluster.tiny_runs import until
@@ -231,6 +232,17 @@ def test_an_experiment_that_loses_a_node_is_diagnosed(machines: RayHosts) -> Non
     lab = ("lab", "run", "node_loss", "--profile", "ours", "--folder", str(folder), "--json", str(result))
     in_the_laboratory(machines, *lab)
     assert_lost_host_is_diagnosed(result)
+
+
+def test_an_experiment_that_slows_a_link_is_diagnosed_and_undone_on_every_node(machines: RayHosts) -> None:
+    folder, result = machines.runs / "S1", machines.runs / "S1.json"
+    places = (machines.head, *machines.places)
+    before = state_of(places)
+    lab = ("lab", "run", "S1", "--profile", "ours", "--folder", str(folder), "--json", str(result))
+    in_the_laboratory(machines, *lab)
+    assert_faults_fired(folder, "S1")
+    assert_diagnosed(result)
+    assert state_of(places) == before
 
 
 WRONG = {

@@ -38,6 +38,7 @@ from tests.cluster.hosts_runs import (
     weights_of,
     write_inputs,
 )
+from tests.cluster.lab_runs import assert_diagnosed, assert_faults_fired, state_of
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.cluster.tiny_runs import until
 from tests.docs.pages import ROOT, blocks_of
@@ -488,6 +489,25 @@ def test_a_soak_inside_of_an_allocation_loses_a_whole_node_and_ends_in_the_bits_
     output, errors = allocated.communicate(timeout=2 * LONGEST_S)
     assert allocated.returncode == 0, output + errors
     assert len(faults_of_soak(report, roles={"node"})) == 1
+    cluster.assert_nothing_left()
+
+
+@pytest.mark.parametrize("name", ["S1", "S2"])
+def test_an_experiment_inside_of_an_allocation_is_diagnosed_and_undone_on_every_node(
+    cluster: SlurmCluster, all_idle: None, name: str
+) -> None:
+    folder, result = cluster.runs / f"lab-{name}", cluster.runs / f"lab-{name}.json"
+    before = state_of(cluster.places)
+    lab = (
+        *(sys.executable, "-P", "-m", "kintsugi", "lab", "run", name, "--profile", "ours", "--on", "slurm"),
+        *("--folder", str(folder), "--json", str(result)),
+    )
+    allocated = cluster.start(*lab, program=("salloc", "--quiet", "--nodes=2", "--no-kill", "--exclusive"))
+    output, errors = allocated.communicate(timeout=2 * LONGEST_S)
+    assert result.exists(), output + errors
+    assert_faults_fired(folder, name)
+    assert_diagnosed(result)
+    assert state_of(cluster.places) == before
     cluster.assert_nothing_left()
 
 

@@ -246,13 +246,13 @@ def test_a_soak_loses_whole_machines_and_ends_in_the_bits_of_its_undisturbed_twi
 
 
 @pytest.mark.hosts
-def test_an_experiment_that_loses_a_machine_is_diagnosed_and_one_that_changes_this_machine_is_refused(
+def test_an_experiment_that_loses_a_machine_is_diagnosed_and_one_that_needs_this_machine_is_refused(
     machines: SshHosts,
 ) -> None:
     hosts_file, result = str(machines.hosts_file()), machines.runs / "lab.json"
     where = ("--profile", "ours", "--on", hosts_file)
-    code, output = machines.ask("lab", "run", "S1", *where)
-    assert code == 2 and "S1: --on" in output and "changes the network" in output, output
+    code, output = machines.ask("lab", "run", "S4_dns", *where)
+    assert code == 2 and "S4_dns: --on" in output and "hosts that resolve names" in output, output
     code, output = machines.ask(
         *("lab", "run", "node_loss", "--folder", str(machines.runs / "lab"), "--json", str(result)),
         *where,

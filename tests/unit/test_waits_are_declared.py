@@ -76,7 +76,7 @@ ALLOWED = {
     ): "`wait_readable` has found something to read",
     (
         "lab/injector/injector.py",
-        "remote.connect(target)",
+        "remote.connect(host)",
     ): "our own method; its answer is awaited through runtime.wait",
     ("lab/injector/injector.py", "self._run.remote.connect(host)"): "the same method",
     ("lab/scenarios/runner.py", "run.remote.connect(host)"): "the same method",

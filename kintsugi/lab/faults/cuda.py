@@ -127,7 +127,7 @@ class _CudaFault(FaultMechanism):
         return None if Path("/dev/nvidiactl").exists() else "no NVIDIA GPU here (/dev/nvidiactl)"
 
     @classmethod
-    def unsupported_for(cls, pid: int) -> str | None:
+    def unsupported_for(cls, pid: int, *, may_share_network: bool = False) -> str | None:
         if any(target.startswith("/dev/nvidia") for _, target in opened(pid)):
             return None
         return f"process {pid} uses no NVIDIA GPU"

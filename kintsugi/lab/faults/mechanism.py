@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from collections.abc import Iterable
 from typing import ClassVar
 
 import msgspec
@@ -20,6 +21,7 @@ import msgspec
 from kintsugi.errors import WorldError
 from kintsugi.lab.injector.injection import Injection, Trigger
 from kintsugi.lab.injector.undo_log import ProcessIdentity, Undo, UndoEntry, UndoJournal
+from kintsugi.lab.testbed.ports import ports_of
 
 TICK_S = 0.05
 EXTRA_LEASE_S = 2.0
@@ -52,7 +54,9 @@ class FaultContext(msgspec.Struct, frozen=True, kw_only=True):
     mechanism: str
     target: ProcessIdentity
     peers: tuple[ProcessIdentity, ...] = ()
-    """Other end of the link; empty for all links."""
+    """Other end of the link, on the host of the target; empty for all links, and where `peer_ports` is set."""
+    peer_ports: tuple[int, ...] | None = None
+    """Ports of the other end where it is on another host: the laboratory looks them up there and sends changes."""
     run_dir: str
     disk: str | None = None
     """Mount point of the run's own disk, created by the laboratory; None when the run uses a disk of the machine."""
@@ -84,6 +88,7 @@ class FaultMechanism:
         self.context = context
         self.injection = context.injection
         self.pid = context.target.pid
+        self._ports_elsewhere = frozenset(context.peer_ports or ())
         self._journal = journal
         self._entries: list[UndoEntry] = []
         self.measured: dict[str, float] = {}
@@ -94,8 +99,9 @@ class FaultMechanism:
         return None
 
     @classmethod
-    def unsupported_for(cls, pid: int) -> str | None:
-        """Return why it does not work on this process; None when it works."""
+    def unsupported_for(cls, pid: int, *, may_share_network: bool = False) -> str | None:
+        """Return why it does not work on this process; None when it works. With `may_share_network` the network of this
+        machine itself may be changed: it was named as one of the run's machines."""
         return None
 
     @classmethod
@@ -107,6 +113,19 @@ class FaultMechanism:
     def parameter(self, name: str, default: float) -> float:
         assert name in self.supported_parameters, f"{self.name} does not declare {name}"
         return self.injection.amount.get(name, default)
+
+    @property
+    def has_peer(self) -> bool:
+        """Whether the fault is restricted to the link with another process."""
+        return bool(self.context.peers) or self.context.peer_ports is not None
+
+    def peer_ports(self) -> frozenset[int]:
+        """Return the present ports of the other end."""
+        return ports_of(peer.pid for peer in self.context.peers) | self._ports_elsewhere
+
+    def set_peer_ports(self, ports: Iterable[int]) -> None:
+        """Take the ports of an other end on another host, which has opened or closed some."""
+        self._ports_elsewhere = frozenset(ports)
 
     def before(self, undo: Undo) -> None:
         """Journal how a change is undone; must be called before the change. The lease covers the wait for the trigger,

@@ -162,7 +162,7 @@ class GrowingProcess(FaultMechanism):
     supported_parameters = frozenset({"rate", "limit"})
 
     @classmethod
-    def unsupported_for(cls, pid: int) -> str | None:
+    def unsupported_for(cls, pid: int, *, may_share_network: bool = False) -> str | None:
         return None if carries(pid, MARK) else "expected a process of a run that the laboratory has started"
 
     def prepare(self) -> None:

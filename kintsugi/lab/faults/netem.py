@@ -4,19 +4,24 @@
                                                                ▲ u32 filter: target's ports → other end's ports
 
 Only outgoing packets of a network device are matched. Ports are looked up periodically, as in the other network
-mechanisms. Works only on isolated hosts, so that traffic shaping of the machine itself is never touched.
+mechanisms. Works only on isolated hosts and on the machines of a run, and only on devices without traffic shaping.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from functools import cache
 
 from kintsugi.cluster.namespaces import enter
 from kintsugi.lab.faults.mechanism import FaultImpossible, FaultMechanism
-from kintsugi.lab.faults.network import DEFAULT_DELAY_S, DEFAULT_SHARE, PORTS_S, check_interface
+from kintsugi.lab.faults.network import (
+    DEFAULT_DELAY_S,
+    DEFAULT_SHARE,
+    PORTS_S,
+    check_interface,
+    missing_right,
+)
 from kintsugi.lab.injector.undo_log import SHAPING_HANDLE, RemoveShaping, network_of
 from kintsugi.lab.testbed import tools
 from kintsugi.lab.testbed.ports import ports_of
@@ -51,8 +56,8 @@ class _Shaped(FaultMechanism):
 
     @classmethod
     def missing(cls) -> str | None:
-        if os.geteuid() != 0:
-            return "expected root, to set queues of packets"
+        if (why := missing_right("to set queues of packets")) is not None:
+            return why
         if not tools.has("tc"):
             return "tc is not installed (Debian: iproute2)"
         refusal = netem_refusal()
@@ -63,9 +68,9 @@ class _Shaped(FaultMechanism):
         )
 
     @classmethod
-    def unsupported_for(cls, pid: int) -> str | None:
+    def unsupported_for(cls, pid: int, *, may_share_network: bool = False) -> str | None:
         with contextlib.suppress(OSError):
-            if network_of(pid) == network_of("self"):
+            if not may_share_network and network_of(pid) == network_of("self"):
                 return "only on hosts of their own: run it on a testbed with isolated hosts"
         return None
 
@@ -101,7 +106,7 @@ class _Shaped(FaultMechanism):
         if now < self._look_at:
             return
         self._look_at = now + PORTS_S
-        own, peer = ports_of([self.pid]), ports_of(peer.pid for peer in self.context.peers)
+        own, peer = ports_of([self.pid]), self.peer_ports()
         matches = self.matches(own, peer)
         if matches == self._matches or (not own and not self.context.target.alive):
             return
@@ -116,9 +121,9 @@ class _Shaped(FaultMechanism):
     def matches(self, own: frozenset[int], peer: frozenset[int]) -> list[str]:
         """Return one match per pair of ports; with a peer and a port, that port of that peer."""
         port = self.injection.port
-        others = sorted(peer) if self.context.peers else [None]
+        others = sorted(peer) if self.has_peer else [None]
         if port is not None:
-            others = [port] if not self.context.peers or port in peer else []
+            others = [port] if not self.has_peer or port in peer else []
         return [
             f"match ip protocol {TCP} 0xff match ip sport {mine} 0xffff"
             + (f" match ip dport {other} 0xffff" if other is not None else "")

@@ -20,12 +20,20 @@ import msgspec
 
 from kintsugi.cluster.namespaces import enter
 from kintsugi.lab.faults.mechanism import EXTRA_LEASE_S, FaultImpossible, FaultMechanism
-from kintsugi.lab.injector.undo_log import RemoveRules, network_of, queue_rules
+from kintsugi.lab.injector.undo_log import (
+    MARK_BASE,
+    RemoveRules,
+    iptables_is_nft,
+    iptables_table_is_ours,
+    network_of,
+    queue_rules,
+)
 from kintsugi.lab.testbed import tools
 from kintsugi.lab.testbed.packets import ACCEPT, DROP, PacketQueue
 from kintsugi.lab.testbed.ports import ports_of
 from kintsugi.lab.testbed.tools import ToolFailed
 from kintsugi.runtime.clock import SYSTEM_CLOCK
+from kintsugi.runtime.proc import has_capability
 
 PORTS_S = 0.1
 """Interval between two look-ups of the ports."""
@@ -33,7 +41,6 @@ DEFAULT_DELAY_S = 0.2
 DEFAULT_SHARE = 0.1
 SHORTEST_WAY_S = 0.25
 """Shortest time from the lowest delay to the highest, used when the jitter is small."""
-MARK_BASE = 0x6B000000
 
 
 @cache
@@ -67,10 +74,20 @@ def queue_rule() -> str | None:
 
 
 def missing_for_packets() -> str | None:
-    if os.geteuid() != 0:
-        return "expected root, to set rules about packets"
+    if (why := missing_right("to set rules about packets")) is not None:
+        return why
     if not tools.has("nft"):
         return "nft is not installed (Debian: nftables)"
+    return None
+
+
+def missing_right(what: str) -> str | None:
+    """Return which right to change a network this process lacks; None when it has them."""
+    if os.geteuid() != 0:
+        return f"expected root, {what}"
+    for number, name in ((12, "CAP_NET_ADMIN"), (21, "CAP_SYS_ADMIN")):
+        if not has_capability(number):
+            return f"expected {name}, {what}"
     return None
 
 
@@ -135,7 +152,7 @@ class _PacketFault(FaultMechanism):
 
     def _other_end(self, field: str) -> str:
         """Match the other end; with a peer and a port, that port of that peer."""
-        peer = f" tcp {field} @peer" if self.context.peers else ""
+        peer = f" tcp {field} @peer" if self.has_peer else ""
         return peer + (f" tcp {field} {self.injection.port}" if self.injection.port is not None else "")
 
     def refresh_ports(self) -> None:
@@ -143,7 +160,7 @@ class _PacketFault(FaultMechanism):
         if now < self._look_at:
             return
         self._look_at = now + PORTS_S
-        own, peer = ports_of([self.pid]), ports_of(peer.pid for peer in self.context.peers)
+        own, peer = ports_of([self.pid]), self.peer_ports()
         if (own, peer) == self._ports or (not own and not self.context.target.alive):
             return
         self._ports = own, peer
@@ -168,12 +185,16 @@ class _QueuedFault(_PacketFault):
         return why
 
     @classmethod
-    def unsupported_for(cls, pid: int) -> str | None:
-        """Return why it does not work: iptables leaves empty tables behind, which is acceptable only on an isolated
-        host."""
+    def unsupported_for(cls, pid: int, *, may_share_network: bool = False) -> str | None:
+        """Return why it does not work: iptables makes a table of its own, and an older one, which shows none to nft,
+        leaves it behind. Both are acceptable on an isolated host."""
         with contextlib.suppress(OSError):
-            if queue_rule() != "nft" and network_of(pid) == network_of("self"):
+            if queue_rule() == "nft" or network_of(pid) != network_of("self"):
+                return None
+            if not may_share_network:
                 return "on this kernel only on hosts of their own: run it on a testbed with isolated hosts"
+            if not iptables_is_nft():
+                return "this iptables leaves empty tables behind (legacy); expected one that is based on nftables"
         return None
 
     @property
@@ -192,8 +213,15 @@ class _QueuedFault(_PacketFault):
         return f"meta mark set {self._mark:#x}"
 
     def undo_entry(self) -> RemoveRules:
+        chains = self._chains()
+        is_made = bool(chains) and iptables_is_nft() and iptables_table_is_ours()
         return RemoveRules(
-            self._network, self.table, chains=self._chains(), mark=self._mark, queue=self.number
+            self._network,
+            self.table,
+            chains=chains,
+            mark=self._mark,
+            queue=self.number,
+            is_table_made=is_made,
         )
 
     def _chains(self) -> tuple[Literal["OUTPUT", "INPUT"], ...]:

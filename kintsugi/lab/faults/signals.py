@@ -77,7 +77,7 @@ class StoppedUserCode(FaultMechanism):
     name = "SIGSTOP of its user-code process"
 
     @classmethod
-    def unsupported_for(cls, pid: int) -> str | None:
+    def unsupported_for(cls, pid: int, *, may_share_network: bool = False) -> str | None:
         return None if children_of(pid) else f"process {pid} has no user-code process"
 
     def begin(self) -> None:

@@ -20,39 +20,37 @@ where the run has to replace the processes. The folder contains:
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import msgspec
 
 from kintsugi.errors import DeadlineExceeded, ProcessDied, UserError
 from kintsugi.lab import probing
+from kintsugi.lab.faults.catalogue import mechanism_named
 from kintsugi.lab.faults.mechanism import FaultContext, FaultMechanism
 from kintsugi.lab.faults.signals import KillSignal, LostHost, StopSignal
 from kintsugi.lab.injector.checks import check_injection
+from kintsugi.lab.injector.fault_process import END_TIMEOUT_S, FaultProcess, PreparedFault
 from kintsugi.lab.injector.injection import Ability, Injected, Injection
-from kintsugi.lab.injector.injector_process import InjectorReport
 from kintsugi.lab.injector.reaper import ReaperGuard
+from kintsugi.lab.injector.remote_fault import RemoteFault
+from kintsugi.lab.injector.reports import InjectorReport
 from kintsugi.lab.injector.triggers import TriggerWatch
 from kintsugi.lab.injector.undo_log import ProcessIdentity, ResumeProcess, network_of
+from kintsugi.lab.testbed.ports import ports_of
 from kintsugi.lab.testbed.remote_hosts import HERE, RemoteHosts
 from kintsugi.lab.testbed.testbed import RunTestbed
-from kintsugi.lab.testbed.tools import ToolFailed
 from kintsugi.lab.testbed.watch import MASTER, RunWatch
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.disk import write_atomically
-from kintsugi.runtime.processes import Child, SystemProcesses
-from kintsugi.runtime.waits import wait
 
 READY_TIMEOUT_S = 20.0
-END_TIMEOUT_S = 15.0
 REACH_TIMEOUT_S = 300.0
 """Time for a host on another machine to be there, from the start of its run."""
 HOLD_LEASE_S = 120.0
@@ -87,71 +85,6 @@ def watch_of(run: InjectableRun) -> RunWatch:
     return RunWatch(run.run_dir, is_elsewhere=run.remote.is_elsewhere)
 
 
-class _FaultProcess:
-    """Handle on the process that carries out one fault (`injector_process.py`)."""
-
-    def __init__(self, context: FaultContext) -> None:
-        orders, self._orders = os.pipe2(os.O_CLOEXEC)
-        self._reports, reports = os.pipe2(os.O_CLOEXEC)
-        try:
-            self.child: Child = SystemProcesses().spawn(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "kintsugi.lab.injector.injector_process",
-                    str(orders),
-                    str(reports),
-                ],
-                pass_fds=(orders, reports),
-                new_session=True,
-            )
-        finally:
-            os.close(orders)
-            os.close(reports)
-        self._unread = b""
-        self._order(msgspec.json.encode(context))
-
-    def _order(self, line: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._orders, line + b"\n")
-
-    def go(self) -> None:
-        self._order(b"go")
-
-    def end(self) -> None:
-        self._order(b"end")
-
-    def receive(self, *, timeout_s: float) -> InjectorReport | None:
-        """Return its next report; None when its pipe has ended."""
-        poller = select.poll()
-        poller.register(self._reports, select.POLLIN)
-
-        def attempt(remaining_s: float) -> tuple[InjectorReport | None] | None:
-            line, newline, rest = self._unread.partition(b"\n")
-            if newline:
-                self._unread = rest
-                return (msgspec.json.decode(line, type=InjectorReport),)
-            if not poller.poll(remaining_s * 1000):
-                return None
-            content = os.read(self._reports, 1 << 16)
-            self._unread += content
-            return None if content else (None,)
-
-        return wait(attempt, whom=f"injector {self.child.pid}", what="its report", timeout_s=timeout_s)[0]
-
-    def close(self) -> None:
-        """Close its orders: it then undoes what there is to undo, and exits."""
-        os.close(self._orders)
-        try:
-            self.child.wait_ended(whom="injector", timeout_s=END_TIMEOUT_S)
-        except DeadlineExceeded:
-            self.child.send_signal(signal.SIGKILL)
-            self.child.wait_ended(whom="injector", timeout_s=END_TIMEOUT_S)
-        self.child.close()
-        os.close(self._reports)
-
-
 class _MasterHold:
     """Whether a held master is resumed afterwards."""
 
@@ -161,6 +94,16 @@ class _MasterHold:
     def keep_stopped(self) -> None:
         """Leave the master stopped: that is the fault."""
         self.resumes = False
+
+
+class _Prepared(NamedTuple):
+    """A fault that waits for its trigger."""
+
+    fault: PreparedFault
+    pid: int
+    """Pid of the target, as its own host counts."""
+    host: str
+    mechanism: type[FaultMechanism]
 
 
 class Injector:
@@ -174,7 +117,7 @@ class Injector:
         self._guard = ReaperGuard(folder / "undo.jsonl")
         self._watch = watch if watch is not None else watch_of(run)
         self._owns_watch = watch is None
-        self._active: dict[int, tuple[_FaultProcess, Injected]] = {}
+        self._active: dict[int, tuple[PreparedFault, Injected]] = {}
         self._count = len(list(self._markers.glob("*.json")))
 
     # Begin.
@@ -192,50 +135,86 @@ class Injector:
             injection.trigger, watch=self._watch, run_dir=self._run.run_dir, alive=lambda: self._run.running
         )
         remote = self._run.remote
-        if remote is not None and remote.is_elsewhere(injection.target):
-            return self._begin_elsewhere(injection, trigger, remote)
-        target = self._identify(injection.target)
-        mechanism = probing.choose(injection, pid=target.pid)
+        is_elsewhere = remote is not None and remote.is_elsewhere(injection.target)
+        if remote is not None and is_elsewhere:
+            self._connect(remote, remote.host_of(injection.target))
+            if injection.ability in SIGNALS:
+                return self._signal_elsewhere(injection, trigger, remote)
         self._guard.renew()
         if self._run.testbed is not None:
             self._run.testbed.renew()
-        process = _FaultProcess(self._context(injection, mechanism, target))
+        if remote is not None and is_elsewhere:
+            prepared = self._prepare_elsewhere(injection, remote)
+        else:
+            prepared = self._prepare_here(injection)
+        fault = prepared.fault
         try:
-            self._expect(process, "ready", injection, target)
+            self._expect(fault, "ready", injection, prepared.pid)
             trigger.until_holds()
             trigger.pause()
-            began = self._start(process, injection, target, trigger, stops_it=mechanism is StopSignal)
+            began = self._start(prepared, injection, trigger)
         except BaseException:
-            process.close()
+            fault.close()
             raise
         injected = self._record(
             injection,
             process=injection.target,
-            pid=target.pid,
-            host=self._host_of(target),
-            mechanism=mechanism,
+            pid=prepared.pid,
+            host=prepared.host,
+            mechanism=prepared.mechanism,
             wall=began.wall,
             monotonic=began.monotonic,
         )
-        self._active[injected.number] = process, injected
+        self._active[injected.number] = fault, injected
         return injected
 
-    def _begin_elsewhere(self, injection: Injection, trigger: TriggerWatch, remote: RemoteHosts) -> Injected:
-        """Begin a fault on another machine, which is a signal; nothing is undone."""
-        if injection.ability not in SIGNALS:
-            raise UserError(
-                f"{injection.ability.value} can not be done on another machine; expected one of "
-                f"{', '.join(sorted(ability.value for ability in SIGNALS))}"
-            )
-        is_whole = injection.ability is Ability.HOST_LOSS
-        target = remote.host_of(injection.target)
-        # Before the trigger: to connect may take longer than the steps until then.
+    def _prepare_here(self, injection: Injection) -> _Prepared:
+        """Prepare a fault of a process of this machine."""
+        remote = self._run.remote
+        target = self._identify(injection.target)
+        # With other machines, this one too was named as one of the run's.
+        mechanism = probing.choose(injection, pid=target.pid, may_share_network=remote is not None)
+        peer = injection.peer
+        is_peer_elsewhere = remote is not None and peer is not None and remote.is_elsewhere(peer)
+        fault = FaultProcess(self._context(injection, mechanism, target, is_peer_elsewhere=is_peer_elsewhere))
+        if peer is not None and is_peer_elsewhere:
+            fault.follow(partial(self._ports_of, peer))
+        return _Prepared(fault, target.pid, self._host_of(target), mechanism)
+
+    def _prepare_elsewhere(self, injection: Injection, remote: RemoteHosts) -> _Prepared:
+        """Prepare a fault of a process of another machine."""
+        host, peer = remote.host_of(injection.target), injection.peer
+        pid = self._watch.processes[injection.target].pid
+        if peer is None:
+            fault = RemoteFault(remote, host, injection, pid=pid)
+        elif remote.host_of(peer) == host:
+            fault = RemoteFault(remote, host, injection, pid=pid, peer_pid=self._watch.processes[peer].pid)
+        else:
+            fault = RemoteFault(remote, host, injection, pid=pid, ports=self._ports_of(peer) or ())
+            fault.follow(partial(self._ports_of, peer))
+        return _Prepared(fault, pid, host, mechanism_named(injection.ability, fault.mechanism))
+
+    def _ports_of(self, process: str) -> frozenset[int] | None:
+        """Return the ports of a process on any machine; None if that does not answer."""
+        remote, presence = self._run.remote, self._watch.processes.get(process)
+        if presence is None:
+            return None
+        if remote is not None and remote.is_elsewhere(process):
+            return remote.ports_of(remote.host_of(process), presence.pid)
+        return ports_of([presence.pid])
+
+    def _connect(self, remote: RemoteHosts, host: str) -> None:
+        """Connect to a host, before the trigger: it may take longer than the steps until then."""
         self._watch.until(
-            lambda: remote.connect(target) or not self._run.running,
-            what=f"a connection to {target}",
+            lambda: remote.connect(host) or not self._run.running,
+            what=f"a connection to {host}",
             timeout_s=REACH_TIMEOUT_S,
             pause_s=0.5,
         )
+
+    def _signal_elsewhere(self, injection: Injection, trigger: TriggerWatch, remote: RemoteHosts) -> Injected:
+        """Signal a process of another machine, or all of it; nothing is undone."""
+        is_whole = injection.ability is Ability.HOST_LOSS
         while True:
             trigger.until_holds()
             trigger.pause()
@@ -248,29 +227,33 @@ class Injector:
 
     def _start(
         self,
-        process: _FaultProcess,
+        prepared: _Prepared,
         injection: Injection,
-        target: ProcessIdentity,
         trigger: TriggerWatch,
-        *,
-        stops_it: bool,
     ) -> InjectorReport:
         """Begin the fault; where the trigger names a phase, hold the master so that the phase can not pass."""
+        fault = prepared.fault
         if (
             injection.trigger.phase is None
             or injection.trigger.after_s
             or MASTER not in self._watch.processes
         ):
-            process.go()
-            return self._expect(process, "began", injection, target)
+            fault.go()
+            return self._expect(fault, "began", injection, prepared.pid)
         while True:
+            report: InjectorReport | None = None
+            is_begun = False
             with self._master_held() as hold:
                 if trigger.holds:
-                    process.go()
-                    report = self._expect(process, "began", injection, target)
-                    if injection.target == MASTER and stops_it:
+                    is_begun = True
+                    fault.go()
+                    with contextlib.suppress(DeadlineExceeded):
+                        report = fault.receive(timeout_s=fault.longest_hold_s)
+                    is_stop = injection.target == MASTER and prepared.mechanism is StopSignal
+                    if is_stop and report is not None and report.what == "began":
                         hold.keep_stopped()
-                    return report
+            if is_begun:
+                return self._expect(fault, "began", injection, prepared.pid, report=report)
             trigger.until_holds()
 
     def signal_in_phase(
@@ -400,10 +383,20 @@ class Injector:
         raise ProcessDied(f"{process} (pid {presence.pid}) has ended and has not been replaced yet")
 
     def _context(
-        self, injection: Injection, mechanism: type[FaultMechanism], target: ProcessIdentity
+        self,
+        injection: Injection,
+        mechanism: type[FaultMechanism],
+        target: ProcessIdentity,
+        *,
+        is_peer_elsewhere: bool,
     ) -> FaultContext:
-        testbed = self._run.testbed
-        peers = (self._identify(injection.peer),) if injection.peer is not None else ()
+        testbed, peer = self._run.testbed, injection.peer
+        peers: tuple[ProcessIdentity, ...] = ()
+        peer_ports: tuple[int, ...] | None = None
+        if peer is not None and is_peer_elsewhere:
+            peer_ports = tuple(sorted(self._ports_of(peer) or ()))
+        elif peer is not None:
+            peers = (self._identify(peer),)
         disk = testbed.disk if testbed is not None else None
         on_disk = disk is not None and self._run.run_dir.resolve().is_relative_to(disk.resolve())
         return FaultContext(
@@ -411,6 +404,7 @@ class Injector:
             mechanism=mechanism.name,
             target=target,
             peers=peers,
+            peer_ports=peer_ports,
             run_dir=str(self._run.run_dir),
             disk=str(disk) if on_disk else None,
             named=testbed is not None and testbed.named,
@@ -428,17 +422,24 @@ class Injector:
         return socket.gethostname()
 
     def _expect(
-        self, process: _FaultProcess, what: str, injection: Injection, target: ProcessIdentity
+        self,
+        fault: PreparedFault,
+        what: str,
+        injection: Injection,
+        pid: int,
+        *,
+        report: InjectorReport | None = None,
     ) -> InjectorReport:
-        """Wait for one kind of report; ProcessDied or UserError when another one, or none, comes."""
-        report = process.receive(timeout_s=READY_TIMEOUT_S)
+        """Wait for one kind of report, unless it is there already; ProcessDied or UserError when another one, or none,
+        comes."""
+        report = report or fault.receive(timeout_s=READY_TIMEOUT_S)
         if report is not None and report.what == what:
             return report
-        if not target.alive:
-            raise ProcessDied(f"{injection.target} (pid {target.pid}) ended before the fault could begin")
+        if not fault.is_target_alive:
+            raise ProcessDied(f"{injection.target} (pid {pid}) ended before the fault could begin")
         if report is not None:
             raise UserError(report.why)
-        raise UserError(f"the injector was {'killed' if process.child.ended() else 'silent'}")
+        raise UserError(f"the injector was {'killed' if fault.has_ended else 'silent'}")
 
     # End.
 
@@ -446,45 +447,34 @@ class Injector:
         """Undo a fault, unless it has ended already; return its marker with the time of the end."""
         if injected.number not in self._active:
             return injected
-        process, injected = self._active.pop(injected.number)
-        process.end()
+        fault, injected = self._active.pop(injected.number)
+        fault.end()
         report: InjectorReport | None = None
         with contextlib.suppress(DeadlineExceeded):
-            report = process.receive(timeout_s=END_TIMEOUT_S)
-        ended = self._settle(process, injected, report)
+            report = fault.receive(timeout_s=END_TIMEOUT_S)
+        ended = self._settle(fault, injected, report)
         self._mark(ended)
         return ended
 
-    def _settle(self, process: _FaultProcess, injected: Injected, report: InjectorReport | None) -> Injected:
-        """Make sure that the fault is undone, even when its process was killed or hangs."""
+    def _settle(self, fault: PreparedFault, injected: Injected, report: InjectorReport | None) -> Injected:
+        """Make sure that the fault is undone, even when its process was killed or hangs; on another machine, the host
+        does."""
         replace = msgspec.structs.replace
         if report is None or report.what != "ended":
             try:
-                process.child.send_signal(signal.SIGKILL)
-                process.child.wait_ended(whom="injector", timeout_s=END_TIMEOUT_S)
-                self._undo_for(process.child.pid)
+                if isinstance(fault, FaultProcess):
+                    fault.kill()
+                    self._guard.undo_all_of(fault.child.pid)
             finally:
-                process.close()
+                fault.close()
             return replace(injected, end=injected.end or SYSTEM_CLOCK.wall())
-        process.close()
+        fault.close()
         return replace(
             injected,
             end=injected.end or report.wall,
             measured=report.measured,
             target_ended=report.target_ended,
         )
-
-    def _undo_for(self, pid: int) -> None:
-        """Undo the changes of a killed process; the reaper does the same, and the second undo has no effect."""
-
-        def attempt(remaining_s: float) -> bool | None:
-            mine = [entry for entry in self._guard.outstanding() if entry.owner.pid == pid]
-            for entry in mine:
-                with contextlib.suppress(OSError, ToolFailed, DeadlineExceeded):
-                    self._guard.undo(entry)
-            return None if mine else True
-
-        wait(attempt, whom="injector", what="its changes to be undone", timeout_s=END_TIMEOUT_S)
 
     @property
     def active(self) -> tuple[Injected, ...]:

@@ -2,9 +2,10 @@
 
     python -m kintsugi.lab.injector.injector_process ORDERS REPORTS
 
-It reads a `FaultContext` from the pipe ORDERS, prepares the fault, writes `ready` to REPORTS, and begins on `go`. It
-undoes the fault on `end`, after the fault's duration, and when the pipe ends because the laboratory has ended. If this
-process is killed, the reaper undoes the fault.
+It reads a `FaultContext` from the pipe ORDERS, prepares the fault, writes `ready` to REPORTS, and begins on `go`. A
+line `ports […]` has the ports of the other end of the link, where that is on another host. It undoes the fault on
+`end`, after the fault's duration, and when the pipe ends because the laboratory has ended. If this process is killed,
+the reaper undoes the fault.
 """
 
 from __future__ import annotations
@@ -15,29 +16,20 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from kintsugi.errors import DeadlineExceeded, KintsugiError
 from kintsugi.lab.faults.catalogue import mechanism_named
 from kintsugi.lab.faults.mechanism import FaultContext, FaultImpossible, FaultMechanism
+from kintsugi.lab.injector.reports import InjectorReport
 from kintsugi.lab.injector.undo_log import ProcessIdentity, UndoJournal
 from kintsugi.runtime.clock import SYSTEM_CLOCK
 from kintsugi.runtime.waits import wait
 
 ORDERS_TIMEOUT_S = 3600.0
-
-
-class InjectorReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Report to the laboratory, one JSON object a line."""
-
-    what: Literal["ready", "began", "ended", "failed"]
-    wall: float = 0.0
-    monotonic: float = 0.0
-    why: str = ""
-    measured: dict[str, float] = {}
-    target_ended: float | None = None
+PORTS = b"ports "
+"""Begin of the line with the ports of the other end."""
 
 
 class InjectorOrders:
@@ -96,8 +88,9 @@ class InjectorProcess:
             try:
                 fault.prepare()
                 self._send(InjectorReport("ready"))
-                if self._orders.next(what="to begin") != b"go":
-                    return 0
+                while (line := self._orders.next(what="to begin")) != b"go":
+                    if line is None or not _took_ports(fault, line):
+                        return 0
                 self._run_fault(fault)
             finally:
                 fault.end()
@@ -137,8 +130,20 @@ class InjectorProcess:
                 )
             except DeadlineExceeded:
                 continue
-            if self._orders.attempt_line() == b"end" or self._orders.over:
+            while (line := self._orders.attempt_line()) is not None:
+                if line == b"end":
+                    return
+                _took_ports(fault, line)
+            if self._orders.over:
                 return
+
+
+def _took_ports(fault: FaultMechanism, line: bytes) -> bool:
+    """Take the ports of the other end; False for another line."""
+    if not line.startswith(PORTS):
+        return False
+    fault.set_peer_ports(msgspec.json.decode(line.removeprefix(PORTS), type=list[int]))
+    return True
 
 
 def _check_alive(target: ProcessIdentity) -> None:

@@ -41,6 +41,7 @@ LAST_S = 30.0
 """How long the reaper tries after the laboratory's end; the next laboratory undoes the remaining changes."""
 END_TIMEOUT_S = GRACE_S + LAST_S
 LIST_TIMEOUT_S = 5.0
+UNDO_TIMEOUT_S = 15.0
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 3.0
 """Pauses between attempts to undo the same change: the first, and the longest."""
 
@@ -103,6 +104,18 @@ class ReaperGuard:
     def outstanding(self) -> list[UndoEntry]:
         return self._journal.outstanding()
 
+    def undo_all_of(self, pid: int) -> None:
+        """Undo the changes of a killed process; the reaper does the same, and the second undo has no effect."""
+
+        def attempt(remaining_s: float) -> bool | None:
+            mine = [entry for entry in self.outstanding() if entry.owner.pid == pid]
+            for entry in mine:
+                with contextlib.suppress(OSError, ToolFailed, DeadlineExceeded):
+                    self.undo(entry)
+            return None if mine else True
+
+        wait(attempt, whom="injector", what="its changes to be undone", timeout_s=UNDO_TIMEOUT_S)
+
     def close(self) -> None:
         """Undo all remaining changes.
 
@@ -148,10 +161,10 @@ def _link_for(journal: Path) -> Path:
     """Return the link that lists a journal; its name contains the process that uses it."""
     own = ProcessIdentity.of(os.getpid())
     name = hashlib.blake2b(str(journal.resolve()).encode(), digest_size=6).hexdigest()
-    return lists_folder() / f"{_world()}-{own.pid}-{own.born}-{name}"
+    return lists_folder() / f"{own_world()}-{own.pid}-{own.born}-{name}"
 
 
-def _world() -> str:
+def own_world() -> str:
     """Name of this boot of this machine and its pid namespace, within which pid and start time name a process."""
     return f"{boot_id().replace('-', '')[:12]}.{os.stat('/proc/self/ns/pid').st_ino}"
 
@@ -210,13 +223,13 @@ def reap_abandoned() -> int:
     processes are not visible from here and may be alive. Journals that another user could have written are too.
     """
     folder, count = lists_folder(), 0
-    own_world = _world()
+    world = own_world()
     if not _is_own(folder):
         return 0
     for name in _names_in(folder):
         link = folder / name
         owner = _owner_of(link)
-        if owner is None or owner[0] != own_world or owner[1].alive:
+        if owner is None or owner[0] != world or owner[1].alive:
             continue
         path = link.resolve()
         if path.exists():

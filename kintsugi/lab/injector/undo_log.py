@@ -35,6 +35,10 @@ from kintsugi.runtime.waits import wait
 
 GROUP_TIMEOUT_S = 5.0
 POLL_S = 0.005
+MARK_BASE = 0x6B000000
+"""First of the marks of packets that iptables queues for us."""
+IPTABLES_TABLE = ("ip", "filter")
+"""Table that iptables makes with its first rule, where iptables is based on nftables."""
 SHAPING_HANDLE = "6b01"
 """Handle by which our traffic shaping is recognised."""
 _TABLE = re.compile(r"k[0-9a-f]{8}")
@@ -300,6 +304,8 @@ class RemoveRules(_Undo, frozen=True, tag="Rules"):
     """Chains of iptables in which packets with the mark are queued, for kernels where nftables can not queue."""
     mark: int = 0
     queue: int = 0
+    is_table_made: bool = False
+    """Whether iptables had no table before us: then the empty one is removed."""
 
     def refusal(self, folder: Path) -> str | None:
         return (
@@ -317,6 +323,10 @@ class RemoveRules(_Undo, frozen=True, tag="Rules"):
             # The rule may not exist: the change was not made, or was undone.
             with contextlib.suppress(tools.ToolFailed):
                 tools.call(*there, "iptables", "-D", *rule)
+        if self.is_table_made and _rules_of_iptables(there) == []:
+            # Another process may have undone the same change just now.
+            with contextlib.suppress(tools.ToolFailed):
+                tools.call(*there, "nft", "delete", "table", *IPTABLES_TABLE)
         if not self._has_table(there):
             return
         try:
@@ -386,6 +396,27 @@ def queue_rules(
     match = ("-m", "mark", "--mark", hex(mark))
     target = ("-j", "NFQUEUE", "--queue-num", str(queue), "--queue-bypass")
     return [(chain, *match, *target) for chain in chains]
+
+
+def iptables_is_nft() -> bool:
+    """Whether iptables is based on nftables, so that its tables can be seen and removed."""
+    return "nf_tables" in tools.call("iptables", "--version")
+
+
+def iptables_table_is_ours() -> bool:
+    """Whether the table of iptables in this network does not exist, or has no rules but ours."""
+    rules = _rules_of_iptables(())
+    own = f"mark {MARK_BASE >> 24:#x}"
+    return rules is None or (bool(rules) and all(own in each for each in rules))
+
+
+def _rules_of_iptables(there: tuple[str, ...]) -> list[str] | None:
+    """Return the rules in the table of iptables, as nft shows them; None without that table."""
+    if f"table {' '.join(IPTABLES_TABLE)}\n" not in tools.call(*there, "nft", "list", "tables"):
+        return None
+    shown = tools.call(*there, "nft", "list", "table", *IPTABLES_TABLE).splitlines()
+    inside = [line.strip() for line in shown if line.startswith("\t\t")]
+    return [line for line in inside if not line.startswith("type filter hook ")]
 
 
 def _is_below(path: str, *folders: Path) -> bool:

@@ -22,6 +22,7 @@ from kintsugi.config.recipe import Resolved, load
 from kintsugi.config.schema import Config
 from kintsugi.config.stages import stages
 from kintsugi.control.phases.table import Phase
+from kintsugi.control.placement import host_index, plan_layout
 from kintsugi.diagnosis.verdict import FaultKind
 from kintsugi.errors import UserError
 from kintsugi.lab.injector.checks import check_injection, check_pattern
@@ -42,8 +43,15 @@ CAUSES_RECOVERY = frozenset(
     }
 )
 """Fault types after which a run has to recover."""
-ANYWHERE = frozenset({Ability.KILL, Ability.STOP, Ability.HOST_LOSS})
-"""Fault types that can be injected on other machines: signals."""
+ANYWHERE = frozenset(
+    {
+        *(Ability.KILL, Ability.STOP, Ability.HOST_LOSS),
+        *(Ability.CPU, Ability.MEMORY, Ability.DEVICE_MEMORY, Ability.DEVICE_SLOW),
+        *(Ability.NETWORK_DELAY, Ability.NETWORK_LOSS, Ability.NETWORK_CUT),
+        *OWN_DISK,
+    }
+)
+"""Fault types that can be injected on other machines. A disk is always that of the run folder, on this machine."""
 LEAST_DISK_MIB = 32
 """Space that a small run needs, including its next checkpoint."""
 MOST_DISK_MIB = 1 << 20
@@ -161,25 +169,62 @@ def placed_elsewhere(
     place: Callable[[Resolved], Resolved],
     overrides: Sequence[str] = (),
 ) -> LoadedExperiment:
-    """Return an experiment whose run is on other machines; UserError for one that changes this machine. `place` derives
-    the hosts from `cluster.on`; `overrides` are fields of `cluster`."""
+    """Return an experiment whose run is on other machines; UserError for one that can only be made on this machine.
+    `place` derives the hosts from `cluster.on`; `overrides` are fields of `cluster`."""
     experiment = loaded.experiment
     why = ""
     if profile is not Profile.OURS:
         why = f"the {profile} system runs on one machine; expected --profile ours"
-    elif experiment.places.isolated_hosts:
-        why = "it changes the network of hosts that are made on this machine (`places.isolated_hosts`)"
-    elif experiment.places.disk_mib is not None:
-        why = "it fills a disk that is made on this machine (`places.disk_mib`)"
+    elif experiment.places.named_hosts:
+        why = "it needs hosts that resolve names (`places.named_hosts`); other machines are known by their addresses"
     elif other := [fault.ability.value for fault in experiment.faults if fault.ability not in ANYWHERE]:
         why = f"{other[0]} is done to a process of this machine; elsewhere there are {', '.join(sorted(ANYWHERE))}"
     if why:
         raise UserError(f"{experiment.name}: --on {on}: {why}")
     workload = experiment.workload
-    resolved = load(
-        loaded.path.parent / workload.recipe, [*_overrides(workload.set), *overrides, f"cluster.on={on}"]
+    resolved = place(
+        load(
+            loaded.path.parent / workload.recipe,
+            [*_overrides(workload.set), *overrides, f"cluster.on={on}"],
+        )
     )
-    return msgspec.structs.replace(loaded, resolved=place(resolved))
+    if resolved.config.cluster.share_device != "no":
+        resolved = msgspec.structs.replace(resolved, config=_on_one_host(resolved.config))
+    faults = _moved(experiment, before=loaded.config, after=resolved.config)
+    check_faults(faults, resolved.config, where=f"{experiment.name}: --on {on}: `faults`")
+    # The machines are the hosts; the disk of the run folder is still one of this machine.
+    places = msgspec.structs.replace(experiment.places, isolated_hosts=False)
+    experiment = msgspec.structs.replace(experiment, faults=faults, places=places)
+    return msgspec.structs.replace(loaded, experiment=experiment, resolved=resolved)
+
+
+def _on_one_host(config: Config) -> Config:
+    """Return the configuration with all processes on the first host that has slots: they share its device."""
+    slots = config.cluster.slots or (1,) * config.cluster.hosts
+    first = next((index for index, count in enumerate(slots) if count), 0)
+    alone = tuple(count if index == first else 0 for index, count in enumerate(slots))
+    return msgspec.structs.replace(config, cluster=msgspec.structs.replace(config.cluster, slots=alone))
+
+
+def _moved(experiment: Experiment, *, before: Config, after: Config) -> tuple[Injection, ...]:
+    """Return the faults for the machines. The agent beside the process that is the cause stays the one beside it, and
+    the disk of the run folder is that of `agent-0`, which writes the checkpoints of ranks on other machines."""
+    cause = experiment.cause.process
+
+    def agent_beside(config: Config) -> str:
+        hosts = {plan.process: plan.host for plan in plan_layout(config)}
+        return process_id(Role.AGENT, host_index(hosts[cause]))
+
+    names = {agent_beside(before): agent_beside(after)}
+    writer = process_id(Role.AGENT, 0)
+    return tuple(
+        msgspec.structs.replace(
+            fault,
+            target=writer if fault.ability in OWN_DISK else fault.target,
+            peer=None if fault.peer is None else names.get(fault.peer, fault.peer),
+        )
+        for fault in experiment.faults
+    )
 
 
 def experiments_folder() -> Path:

@@ -194,7 +194,9 @@ class ScenarioRun:
         before a fault."""
         if run.remote is None:
             return True
-        hosts = {run.remote.host_of(fault.target) for fault in self._faults_planned} - {HERE}
+        ends = {fault.target for fault in self._faults_planned}
+        ends |= {fault.peer for fault in self._faults_planned if fault.peer is not None}
+        hosts = {run.remote.host_of(process) for process in ends} - {HERE}
         return all(run.remote.connect(host) for host in hosts)
 
     @property

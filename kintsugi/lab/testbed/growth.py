@@ -7,6 +7,7 @@ growth is the process's own, as that of a program that forgets to free something
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import sys
@@ -26,6 +27,9 @@ from kintsugi.types import Role
 
 FOLDER = Path("/dev/shm")
 POLL_S = 0.25
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of `mallopt`, of malloc.h."""
+KEPT_BYTES = 131072
 MOST_POLLS_BEHIND = 4
 """Time that is made up for at once after a pause, in polls."""
 ROLES = (Role.MODEL, Role.SERVER, Role.ROLLOUT)
@@ -45,14 +49,23 @@ def order_file(pid: int, *, folder: Path = FOLDER) -> Path:
     return folder / f"kintsugi-grow-{pid}"
 
 
-def with_growth(programs: Programs) -> Programs:
-    """Return the same programs, which can be made to grow."""
-    entry = f"{__name__}:main"
+def with_growth(programs: Programs, *, gives_back: bool = False) -> Programs:
+    """Return the same programs, which can be made to grow; with `gives_back` they return freed memory to the kernel."""
+    entry = f"{__name__}:{'main_giving_back' if gives_back else 'main'}"
     return msgspec.structs.replace(
         programs,
         entries={**programs.entries, **dict.fromkeys(ROLES, entry)},
         preload=(*programs.preload, __name__) if programs.preload else (),
     )
+
+
+def main_giving_back(bootstrap: Bootstrap) -> int:
+    """Body of a process whose C library returns freed memory immediately, also where the environment does not say so:
+    memory that it keeps could not be refused to the process."""
+    library = ctypes.CDLL(None)
+    for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+        library.mallopt(parameter, KEPT_BYTES)
+    return main(bootstrap)
 
 
 def main(bootstrap: Bootstrap) -> int:

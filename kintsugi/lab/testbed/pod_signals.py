@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
@@ -25,16 +26,31 @@ import msgspec
 from kintsugi.cluster.backends.kubernetes.access import load_access
 from kintsugi.cluster.backends.kubernetes.client import ApiError, Client
 from kintsugi.cluster.backends.kubernetes.manifests import CONTAINER, RUN_LABEL, Right
+from kintsugi.cluster.backends.kubernetes.opening import read_template
 from kintsugi.cluster.backends.kubernetes.pod_command import PodCommand
 from kintsugi.cluster.backends.kubernetes.pods import PodPhase, index_of, view
 from kintsugi.cluster.backends.kubernetes.rights import check_rights
-from kintsugi.lab.testbed.remote_signals import ANSWER_BEGINS, Signalled, SignalOrder
+from kintsugi.config.schema import KubernetesSection
+from kintsugi.lab.injector.checks import NETWORK
+from kintsugi.lab.injector.injection import Ability, Injection
+from kintsugi.lab.testbed.remote_orders import (
+    ANSWER_BEGINS,
+    Order,
+    Signalled,
+    SignalOrder,
+    read_order,
+    unreached,
+)
 
 RIGHTS = (Right("", "pods", ("list", "delete")), Right("", "pods/exec", ("get", "create")))
 """Rights of the laboratory besides those of a run (`deploy/kubernetes/laboratory.yaml`). To start a command, older
 servers ask for `get`, newer ones for `create`."""
+NETWORK_CAPABILITIES = frozenset({"NET_ADMIN", "SYS_ADMIN"})
+"""Rules about packets, and the network namespace of the target."""
+GROUPED = frozenset({Ability.MEMORY, Ability.DEVICE_SLOW})
+"""Faults that need a control group. CPU can be taken away by neighbours instead, and memory by a limit (`room`)."""
 START_S = 60.0
-"""Time for the first answer: an interpreter is started in the pod."""
+"""Time for the first answer, and for a fault to be prepared or undone: interpreters are started in the pod."""
 ANSWER_S = 10.0
 
 
@@ -46,6 +62,35 @@ def check_laboratory_rights(namespace: str) -> None:
             await check_rights(client, RIGHTS, namespace=namespace or client.access.namespace)
 
     asyncio.run(check())
+
+
+def refusal_of_pods(settings: KubernetesSection, faults: Iterable[Injection]) -> str:
+    """Return why pods of this template can not have one of these faults; empty if they can. ConfigError for a template
+    that is wrong.
+
+    A pod has its own network, which it may change only with capabilities that its template adds; control groups are
+    writable in a privileged pod only. Other faults need nothing that pods do not have.
+    """
+    context: dict[str, Any] = {}
+    for container in (read_template(settings).get("spec") or {}).get("containers") or []:
+        if container.get("name") == CONTAINER:
+            context = container.get("securityContext") or {}
+    if context.get("privileged"):
+        return ""
+    added = {name.removeprefix("CAP_") for name in (context.get("capabilities") or {}).get("add") or []}
+    for fault in faults:
+        needs: str = ""
+        if fault.ability in NETWORK and not added >= NETWORK_CAPABILITIES:
+            absent = ", ".join(sorted(NETWORK_CAPABILITIES - added))
+            needs = f"may not change its network: expected `capabilities.add: [{absent}]`"
+        elif fault.ability in GROUPED and "room" not in fault.amount:
+            needs = "may not make control groups: expected `privileged: true`"
+        if needs:
+            return (
+                f"{fault.ability.value}: a pod of this template {needs} in the `securityContext` of the container "
+                f"`{CONTAINER}` of `cluster.kubernetes.template`"
+            )
+    return ""
 
 
 class HostPod:
@@ -68,14 +113,16 @@ class HostPod:
 
     async def answer(self, line: bytes) -> bytes:
         """Carry out the order of a line; return the line of the answer. ApiError if the API server refuses."""
-        order = msgspec.json.decode(line, type=SignalOrder)
+        order, line = read_order(line), line.strip()  # An empty line would end the program in the pod.
+        is_whole = isinstance(order, SignalOrder) and order.is_whole
+        is_quick = isinstance(order, SignalOrder) and self._command is not None
         is_deleted = False
         for _ in range(2):
-            timeout_s = ANSWER_S if self._command is not None else START_S
+            timeout_s = ANSWER_S if is_quick else START_S
             command = self._command or await self._connect(order.job)
             if command is None:
                 break
-            if order.is_whole:
+            if is_whole:
                 # First: the supervisor would restart what is killed.
                 is_deleted = await self._delete()
             if (told := await command.ask(line, begin=ANSWER_BEGINS, timeout_s=timeout_s)) is not None:
@@ -83,7 +130,9 @@ class HostPod:
             await self._disconnect()
             if is_deleted:
                 break
-        return msgspec.json.encode(Signalled(tuple(order.pids) if is_deleted else (), is_reached=False))
+        if isinstance(order, SignalOrder):
+            return msgspec.json.encode(Signalled(tuple(order.pids) if is_deleted else (), is_reached=False))
+        return unreached(order)
 
     async def _connect(self, job: str) -> PodCommand | None:
         """Start `host-signals` in the pod of the host; None if none runs."""
@@ -130,11 +179,11 @@ class HostPod:
         await self._open.aclose()
 
 
-def unreached(error: ApiError) -> Signalled:
+def refused(order: Order, error: ApiError) -> bytes:
     """Return the answer to an order that the API server has refused. What may pass ends no laboratory, and neither does
     a pod that was deleted after it was found (404)."""
     is_passing = error.may_pass or error.status == 404
-    return Signalled((), is_reached=False, why="" if is_passing else str(error))
+    return unreached(order, why="" if is_passing else str(error))
 
 
 async def _serve(host: str, namespace: str) -> None:
@@ -147,7 +196,7 @@ async def _serve(host: str, namespace: str) -> None:
             try:
                 told = await pod.answer(line)
             except ApiError as error:
-                told = msgspec.json.encode(unreached(error))
+                told = refused(read_order(line), error)
             sys.stdout.write(f"{told.decode()}\n")
             sys.stdout.flush()
 

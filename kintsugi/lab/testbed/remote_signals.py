@@ -1,9 +1,10 @@
-"""Signals processes of a run on one of its hosts, as the laboratory asks.
+"""Injects faults into processes of a run on one of its hosts, as the laboratory asks.
 
     kintsugi host-signals HOST SCRATCH          on the host itself: over ssh, by srun, or in the pod
 
-The loop consumes one order per line of standard input, answers each with a line, waits for the next, and ends with its
-input. Only what a supervisor of this host and run has started is signalled, and the supervisor itself.
+The loop consumes one order per line of standard input (`remote_orders.py`), answers each with a line, waits for the
+next, and ends with its input, when all faults are undone. Only what a supervisor of this host and run has started gets
+a fault, and a signal also the supervisor itself.
 """
 
 from __future__ import annotations
@@ -17,32 +18,9 @@ import msgspec
 import psutil
 
 from kintsugi.cluster.host_supervisor import RECORD, ScratchRecord, default_scratch, own_machine
+from kintsugi.lab.injector.host_faults import HostFaults
+from kintsugi.lab.testbed.remote_orders import Signalled, SignalOrder, read_order
 from kintsugi.runtime.proc import process_start_time
-
-PROGRAM = ("-P", "-m", "kintsugi", "host-signals")
-"""Arguments of an interpreter that runs this; host and scratch folder follow."""
-ANSWER_BEGINS = b"{"
-
-
-class SignalOrder(msgspec.Struct, frozen=True):
-    """`SignalOrder("grpo-1f…", 9, {"model-0": 4711})`."""
-
-    job: str
-    number: int
-    pids: dict[str, int] = {}
-    is_whole: bool = False
-    """The supervisor of the host too, and everything below it: the host is lost."""
-
-
-class Signalled(msgspec.Struct, frozen=True):
-    """Answer to an order."""
-
-    hit: tuple[str, ...]
-    """Processes that got the signal."""
-    is_reached: bool = True
-    """The program on the host has answered."""
-    why: str = ""
-    """Why no order can be carried out on this host, now or later; empty if one may be."""
 
 
 class HostSignals:
@@ -51,11 +29,27 @@ class HostSignals:
     def __init__(self, host: str, scratch: Path | None = None) -> None:
         """`scratch` is the folder of the supervisors; None: the usual one of this user."""
         self._host, self._scratch = host, scratch or default_scratch()
+        self._faults = HostFaults()
 
     def answer(self, line: bytes) -> bytes:
         """Carry out the order of a line; return the line of the answer."""
-        order = msgspec.json.decode(line, type=SignalOrder)
-        return msgspec.json.encode(carry_out(order, host=self._host, scratch=self._scratch))
+        order = read_order(line)
+        if isinstance(order, SignalOrder):
+            return msgspec.json.encode(carry_out(order, host=self._host, scratch=self._scratch))
+        return msgspec.json.encode(self._faults.answer(order, of_the_run=self._of_the_run(order.job)))
+
+    def _of_the_run(self, job: str) -> set[int]:
+        """Return the pids of the processes of a run on this host."""
+        found = supervisors(self._scratch, job=job, host=self._host) if job else []
+        pids: set[int] = set()
+        for supervisor in found:
+            with suppress(psutil.NoSuchProcess):
+                pids |= {child.pid for child in supervisor.children(recursive=True)}
+        return pids
+
+    def close(self) -> None:
+        """Undo all faults."""
+        self._faults.close()
 
 
 def carry_out(order: SignalOrder, *, host: str, scratch: Path) -> Signalled:
@@ -93,6 +87,9 @@ def _send(number: int, processes: Iterable[psutil.Process]) -> None:
 def serve(host: str, scratch: Path) -> None:
     """Answer orders until the end of standard input."""
     signals = HostSignals(host, scratch)
-    for line in sys.stdin.buffer:
-        sys.stdout.write(f"{signals.answer(line).decode()}\n")
-        sys.stdout.flush()
+    try:
+        for line in sys.stdin.buffer:
+            sys.stdout.write(f"{signals.answer(line).decode()}\n")
+            sys.stdout.flush()
+    finally:
+        signals.close()

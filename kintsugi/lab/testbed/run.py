@@ -158,14 +158,14 @@ class MarkedRun:
     def close(self) -> None:
         """End the remaining processes of the run."""
         self.kill_everything()
-        if self.remote is not None:
-            self.remote.close()
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
         if self.launcher is not None:
             self.launcher.close()
             self.launcher = None
+        if self.remote is not None:
+            self.remote.close()
 
 
 def signal_ours(run: MarkedRun, pid: int, number: signal.Signals) -> bool:
@@ -187,7 +187,9 @@ def signal_ours(run: MarkedRun, pid: int, number: signal.Signals) -> bool:
 def main(arguments: list[str]) -> int:
     """Body of the launcher's process."""
     folder, how, temperature, *hosts = arguments
-    programs = with_growth(cold(PROGRAMS) if temperature == "cold" else PROGRAMS)
+    programs = cold(PROGRAMS) if temperature == "cold" else PROGRAMS
+    # The environment does not travel to other machines; the programs do.
+    programs = with_growth(programs, gives_back=GIVES_BACK.items() <= os.environ.items())
     places = read_hosts(Path(hosts[0])) if hosts else ()
     return launch_for_a_lab(Path(folder), resume=how == "resume", programs=programs, hosts=places)
 

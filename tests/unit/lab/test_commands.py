@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
+from kintsugi.cli.hosts import placed
 from kintsugi.cli.lab import app
 from kintsugi.errors import UserError
 from kintsugi.lab import commands, probing
@@ -13,7 +16,7 @@ from kintsugi.lab.faults import network
 from kintsugi.lab.faults.catalogue import MECHANISMS
 from kintsugi.lab.injector.injection import Ability
 from kintsugi.lab.scenarios.experiments import Profile, TestbedSpec, experiments_folder
-from kintsugi.lab.testbed import hosts, tools
+from kintsugi.lab.testbed import hosts, remote_hosts, tools
 
 DELAYS = [mechanism.name for mechanism in MECHANISMS[Ability.NETWORK_DELAY]]
 
@@ -119,20 +122,56 @@ def test_where_a_result_can_not_be_written_is_told_before_anything_is_made(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("changes", "why"),
     [
-        ("S1", "it changes the network of hosts that are made on this machine"),
-        ("S2", "cpu is done to a process of this machine; elsewhere there are host_loss, kill, stop"),
-        ("S3", "it changes the network"),
-        ("S4", "it changes the network"),
-        ("S5", "it fills a disk that is made on this machine"),
+        ({}, "it needs hosts that resolve names"),
+        (
+            {"places": {"disk_mib": 64}, "faults": [{"ability": "disk_error", "target": "server-0"}]},
+            "disk_error is",
+        ),
     ],
 )
-def test_an_experiment_that_changes_this_machine_is_refused_by_name_on_others(name: str, why: str) -> None:
-    with pytest.raises(UserError, match=f"{name}: --on hosts.txt: {why}"):
-        commands.run_experiments(
-            [name], profile="ours", folder=None, json=None, say=lambda line: None, on="hosts.txt"
-        )
+def test_an_experiment_that_needs_this_machine_is_refused_by_name_on_others(
+    tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    folder = experiments_folder()
+    own = yaml.safe_load((folder / "S4_dns.yaml").read_text())
+    own["workload"]["recipe"] = str(folder / own["workload"]["recipe"])
+    own = {key: value for key, value in (own | {"name": "mine"} | changes).items() if key != "fragile"}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(own))
+    with pytest.raises(UserError, match=f"mine: --on hosts.txt: {why}"):
+        run_on("hosts.txt", str(tmp_path / "mine.yaml"))
+
+
+def run_on(hosts_file: str, *names: str) -> bool:
+    """Run experiments on other machines."""
+    return commands.run_experiments(
+        [*names, "cluster.address=198.51.100.1"],
+        profile="ours",
+        folder=None,
+        json=None,
+        say=lambda line: None,
+        on=hosts_file,
+        place=placed,
+    )
+
+
+def test_an_experiment_whose_fault_a_machine_can_not_inject_is_refused_with_machine_and_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts_file = tmp_path / "hosts.txt"
+    hosts_file.write_text("a 198.51.100.2\nb 198.51.100.3\n")
+    why = "network_delay can not be done on this machine: expected CAP_NET_ADMIN"
+    refuses = ["sh", "-c", f"""while read order; do echo '{{"why": "{why}"}}'; done"""]
+    commands_of = dict.fromkeys(("host-1", "host-2"), refuses)
+    monkeypatch.setattr(remote_hosts, "commands_of", lambda config: commands_of)
+    with pytest.raises(UserError) as refused:
+        run_on(str(hosts_file), "S1", "node_loss", "S4")
+    assert str(refused.value).splitlines() == [
+        f"S1: --on {hosts_file}: host-2: {why}",
+        f"S4: --on {hosts_file}: host-1: {why}",
+        "without them: node_loss",
+    ]
 
 
 def test_the_fragile_system_and_an_engine_without_machines_are_refused_by_name() -> None:

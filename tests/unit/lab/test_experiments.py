@@ -3,10 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
+from kintsugi.config.recipe import Resolved
 from kintsugi.config.validation import validate
+from kintsugi.control.placement import plan_layout
 from kintsugi.errors import UserError
 from kintsugi.lab.scenarios import experiments
 from kintsugi.lab.scenarios.experiments import Profile
@@ -220,3 +223,42 @@ def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
     path.write_text("a: [1")
     with pytest.raises(UserError, match=r"mine\.yaml: expected YAML"):
         experiments.read(path)
+
+
+def elsewhere(name: str, *, num_machines: int) -> experiments.LoadedExperiment:
+    """Return an experiment whose hosts beside the launcher's are other machines."""
+
+    def place(resolved: Resolved) -> Resolved:
+        slots = (0, *[1] * num_machines)
+        cluster = msgspec.structs.replace(resolved.config.cluster, hosts=1 + num_machines, slots=slots)
+        return msgspec.structs.replace(
+            resolved, config=msgspec.structs.replace(resolved.config, cluster=cluster)
+        )
+
+    return experiments.placed_elsewhere(experiments.find(name), Profile.OURS, on="hosts.txt", place=place)
+
+
+@pytest.mark.parametrize("num_machines", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "links"),
+    [
+        ("S1", [("model-1", "agent-0")]),
+        ("S2", [("rollout-1", None), ("rollout-1", None)]),
+        ("S3", [("model-1", None), ("master-0", "agent-2")]),
+        ("S4", [("server-0", "agent-1")]),
+        ("S5", [("agent-0", None), ("agent-0", None)]),
+        ("node_loss", [("agent-1", None)]),
+    ],
+)
+def test_on_other_machines_a_fault_is_of_the_same_link_and_the_disk_is_that_of_the_run(
+    name: str, links: list[tuple[str, str | None]], num_machines: int
+) -> None:
+    placed = elsewhere(name, num_machines=num_machines)
+    assert [(fault.target, fault.peer) for fault in placed.experiment.faults] == links
+    assert not placed.experiment.places.isolated_hosts
+    assert placed.experiment.places.disk_mib == experiments.find(name).experiment.places.disk_mib
+
+
+def test_processes_that_share_a_device_are_on_one_of_the_other_machines() -> None:
+    hosts = {plan.process: plan.host for plan in plan_layout(elsewhere("S4", num_machines=3).config)}
+    assert {hosts[process] for process in ("model-0", "server-0", "rollout-0")} == {"host-1"}

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from kintsugi.errors import ProcessDied, UserError
+from kintsugi.lab.injector.fault_process import FaultProcess
 from kintsugi.lab.injector.injection import Ability, Injected, Injection, Trigger
-from kintsugi.lab.injector.injector import Injector, _FaultProcess
-from kintsugi.lab.injector.injector_process import InjectorReport
+from kintsugi.lab.injector.injector import Injector
+from kintsugi.lab.injector.reports import InjectorReport
 from kintsugi.lab.injector.undo_log import ProcessIdentity
 from kintsugi.lab.residue.probe_workload import ProbeRun
 
@@ -71,6 +72,7 @@ def test_what_a_killed_injector_did_is_undone_and_marked_as_ended(bench: Bench) 
     injected = bench.injector.begin(Injection(ability=Ability.STOP, target=TARGET, duration_s=20.0))
     bench.until_state("T")
     process, _ = bench.injector._active[injected.number]
+    assert isinstance(process, FaultProcess)
     os.kill(process.child.pid, signal.SIGKILL)
     bench.until_state("SRD")
     assert bench.injector.end(injected).end is not None
@@ -117,11 +119,11 @@ def test_a_target_that_died_before_the_fault_is_no_success(bench: Bench) -> None
         bench.injector.begin(Injection(ability=Ability.KILL, target="probe-0"))
 
 
-class Unprepared(_FaultProcess):
+class Unprepared(FaultProcess):
     """One that could not even prepare."""
 
     def __init__(self) -> None:
-        pass
+        self._target = ProcessIdentity(2**22 - 1, 1)
 
     def receive(self, *, timeout_s: float) -> InjectorReport | None:
         return InjectorReport("failed", why="No such process")
@@ -130,7 +132,7 @@ class Unprepared(_FaultProcess):
 def test_a_target_that_died_while_the_fault_was_prepared_is_nobodys_mistake(bench: Bench) -> None:
     injection = Injection(ability=Ability.CPU, target=TARGET)
     with pytest.raises(ProcessDied, match="ended before the fault could begin"):
-        bench.injector._expect(Unprepared(), "ready", injection, ProcessIdentity(2**22 - 1, 1))
+        bench.injector._expect(Unprepared(), "ready", injection, 2**22 - 1)
 
 
 def test_a_fault_that_can_not_be_ended_keeps_no_other_from_it(

@@ -9,13 +9,14 @@ import msgspec
 
 from kintsugi.lab.faults.mechanism import FaultContext
 from kintsugi.lab.injector.injection import Ability, Injection
-from kintsugi.lab.injector.injector_process import InjectorOrders, InjectorProcess, InjectorReport
+from kintsugi.lab.injector.injector_process import InjectorOrders, InjectorProcess
+from kintsugi.lab.injector.reports import InjectorReport
 from kintsugi.lab.injector.undo_log import ProcessIdentity
 
 GONE = ProcessIdentity(2**22 - 1, 1)
 
 
-def words_about(target: ProcessIdentity, run_dir: Path) -> list[InjectorReport]:
+def words_about(target: ProcessIdentity, run_dir: Path, *, orders: bytes = b"go\n") -> list[InjectorReport]:
     """What one says that is told to damage a run's checkpoint."""
     scene = FaultContext(
         injection=Injection(ability=Ability.CORRUPT, target="model-0"),
@@ -25,7 +26,7 @@ def words_about(target: ProcessIdentity, run_dir: Path) -> list[InjectorReport]:
         journal=str(run_dir / "undo.jsonl"),
     )
     reader, writer = os.pipe()
-    os.write(writer, msgspec.json.encode(scene) + b"\ngo\n")
+    os.write(writer, msgspec.json.encode(scene) + b"\n" + orders)
     os.close(writer)
     said: list[InjectorReport] = []
     InjectorProcess(InjectorOrders(reader), said.append).run()
@@ -53,6 +54,14 @@ def test_a_fault_does_not_begin_when_its_target_has_ended(tmp_path: Path) -> Non
     assert [word.what for word in said] == ["ready", "failed"]
     assert "ended before the fault could begin" in said[-1].why
     assert not any(checkpoint.read_bytes())
+
+
+def test_ports_of_the_other_end_begin_no_fault_and_end_none(tmp_path: Path) -> None:
+    a_checkpoint(tmp_path)
+    said = words_about(ProcessIdentity.of(os.getpid()), tmp_path, orders=b"ports [80,443]\nports []\ngo\n")
+    assert [word.what for word in said] == ["ready", "began", "ended"]
+    said = words_about(ProcessIdentity.of(os.getpid()), tmp_path, orders=b"ports [80]\nend\n")
+    assert [word.what for word in said] == ["ready"]
 
 
 def test_one_that_fails_in_a_way_that_nobody_foresaw_says_so_and_writes_nothing_to_the_terminal() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,8 +19,9 @@ from kintsugi.cluster.backends.kubernetes.client import ApiError, Client
 from kintsugi.cluster.backends.kubernetes.manifests import Deployment, Workload
 from kintsugi.cluster.backends.kubernetes.rights import check_rights
 from kintsugi.config.schema import KubernetesSection
-from kintsugi.lab.testbed.pod_signals import RIGHTS, HostPod, unreached
-from kintsugi.lab.testbed.remote_signals import Signalled, SignalOrder
+from kintsugi.lab.injector.injection import Ability, Injection
+from kintsugi.lab.testbed.pod_signals import RIGHTS, HostPod, refusal_of_pods, refused
+from kintsugi.lab.testbed.remote_orders import FaultAnswer, FaultOrder, Signalled, SignalOrder
 from tests.cluster.kubernetes_server import KubernetesServer
 from tests.cluster.tiny_runs import until
 from tests.unit.lab.test_remote_hosts import Machine
@@ -136,12 +139,17 @@ def test_a_pod_that_vanishes_while_it_is_found_does_not_end_the_laboratory(
 
     with pytest.raises(ApiError, match=r"pods/first/exec is refused: .*\(404\)") as told:
         asyncio.run(answer())
-    assert unreached(told.value) == Signalled((), is_reached=False)
+    assert refusal(told.value) == Signalled((), is_reached=False)
+
+
+def refusal(error: ApiError) -> Signalled:
+    """Answer to an order that the API server has refused."""
+    return msgspec.json.decode(refused(SignalOrder("run1", signal.SIGKILL), error), type=Signalled)
 
 
 @pytest.mark.parametrize(("status", "why"), [(0, ""), (404, ""), (429, ""), (503, ""), (403, "forbidden")])
 def test_only_a_refusal_that_stays_is_told_to_the_laboratory(status: int, why: str) -> None:
-    assert unreached(ApiError("forbidden", status=status)) == Signalled((), is_reached=False, why=why)
+    assert refusal(ApiError("forbidden", status=status)) == Signalled((), is_reached=False, why=why)
 
 
 def test_a_right_that_the_laboratory_lacks_is_named_as_a_rule(server: KubernetesServer) -> None:
@@ -154,3 +162,62 @@ def test_a_right_that_the_laboratory_lacks_is_named_as_a_rule(server: Kubernetes
     asyncio.run(check("admin"))
     with pytest.raises(ApiError, match=r"a Role needs verbs \[get, create\] on pods/exec in API group ''"):
         asyncio.run(check("launcher"))
+
+
+NETWORK = Injection(ability=Ability.NETWORK_DELAY, target="model-1")
+CPU = Injection(ability=Ability.CPU, target="rollout-1", amount={"share": 0.95})
+MEMORY = Injection(ability=Ability.MEMORY, target="rollout-1", amount={"rate": 1e9})
+
+
+@pytest.mark.parametrize(
+    ("context", "faults", "why"),
+    [
+        (
+            "",
+            [NETWORK],
+            r"a pod of this template may not change its network: expected `capabilities.add: \[NET_ADMIN, SYS_ADMIN",
+        ),
+        ("{capabilities: {add: [NET_ADMIN]}}", [NETWORK], r"expected `capabilities.add: \[SYS_ADMIN\]`"),
+        ("{capabilities: {add: [NET_ADMIN, CAP_SYS_ADMIN]}}", [NETWORK], "^$"),
+        ("", [CPU], "^$"),
+        (
+            "",
+            [CPU, MEMORY],
+            "memory: a pod of this template may not make control groups: expected `privileged: true`",
+        ),
+        ("{privileged: true}", [NETWORK, CPU, MEMORY], "^$"),
+    ],
+)
+def test_a_fault_that_a_pod_may_not_have_is_refused_by_what_its_template_lacks(
+    tmp_path: Path, context: str, faults: list[Injection], why: str
+) -> None:
+    template = tmp_path / "pod.yaml"
+    template.write_text(f"spec: {{containers: [{{name: agent, securityContext: {context or '{}'}}}]}}\n")
+    for settings in (KubernetesSection(template=str(template)), *([] if context else [KubernetesSection()])):
+        assert re.search(why, refusal_of_pods(settings, faults))
+
+
+def test_a_fault_is_injected_by_the_program_in_the_pod_and_undone_at_its_end(
+    server: KubernetesServer, machine: Machine
+) -> None:
+    full = Injection(ability=Ability.DEVICE_MEMORY, target="model-0", amount={"share": 1.0})
+    usual = resource.prlimit(machine.child, resource.RLIMIT_DATA)
+    limits = []
+
+    async def answers() -> list[FaultAnswer]:
+        found = []
+        async with Client(server.access()) as client, HostPod(client, "host-2", namespace="runs") as pod:
+            await make_pod(client, server, "first", scratch=machine.scratch)
+            for do in ("prepare", "begin", "end", "close"):
+                order = FaultOrder(job="run1", do=do, fault="1", injection=full, pid=machine.child)
+                line = await pod.answer(msgspec.json.encode(order) + b"\n")
+                found.append(msgspec.json.decode(line, type=FaultAnswer))
+                limits.append(resource.prlimit(machine.child, resource.RLIMIT_DATA))
+        return found
+
+    told = asyncio.run(answers())
+    assert not any(answer.why for answer in told), told
+    reports = [answer.report for answer in told]
+    assert [report and report.what for report in reports] == ["ready", "began", "ended", None]
+    assert limits[0] == usual != limits[1] and limits[2:] == [usual, usual]
+    assert server.requests.count(f"GET {PODS}/first/exec") == 1, "one program carries out all orders"

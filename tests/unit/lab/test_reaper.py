@@ -98,14 +98,14 @@ def an_abandoned_journal(tmp_path: Path) -> Path:
     a_change_by_somebody_who_ends(journal, made, lease_s=LEASE_S)
     folder = reaper.lists_folder()
     folder.mkdir(mode=0o700)
-    world = reaper._world()
+    world = reaper.own_world()
     (folder / f"{world}-4194303-1-aaaa").symlink_to(journal)
     return made
 
 
 def test_what_a_laboratory_left_that_was_killed_with_its_reaper_is_undone_by_the_next(tmp_path: Path) -> None:
     made, folder = an_abandoned_journal(tmp_path), reaper.lists_folder()
-    world = reaper._world()
+    world = reaper.own_world()
     (folder / "1-4194303-1-cccc").symlink_to(tmp_path / "of another container")
     (folder / "somebody's-dddd").touch()
     (folder / f"{world}-{os.getpid()}-{ProcessIdentity.of(os.getpid()).born}-bbbb").symlink_to(

@@ -17,7 +17,8 @@ from kintsugi.config.schema import ClusterSection, Config, KubernetesSection, Ra
 from kintsugi.errors import UserError, WorldError
 from kintsugi.lab.testbed import remote_hosts
 from kintsugi.lab.testbed.remote_hosts import HERE, RemoteHosts, check_reach, commands_of
-from kintsugi.lab.testbed.remote_signals import SignalOrder, carry_out
+from kintsugi.lab.testbed.remote_orders import SignalOrder
+from kintsugi.lab.testbed.remote_signals import carry_out
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.proc import process_start_time
 from kintsugi.telemetry.process_reports import ProcessReport, ProcessReports, write_processes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kintsugi.lab.faults import netem
+from kintsugi.lab.faults import mechanism, netem, network
 from kintsugi.lab.faults.mechanism import FaultContext, FaultImpossible
 from kintsugi.lab.faults.netem import ShapedDelay, ShapedLoss
 from kintsugi.lab.injector import undo_log
@@ -45,7 +45,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Tools:
     monkeypatch.setattr(netem, "enter", lambda namespaces: None)
     monkeypatch.setattr(netem, "network_of", lambda pid: 77)
     ports = {0: frozenset[int](), 1: frozenset({5000, 5001}), 2: frozenset({9, 8080})}
-    monkeypatch.setattr(netem, "ports_of", lambda pids: ports[sum(pids)])
+    for module in (netem, mechanism):
+        monkeypatch.setattr(module, "ports_of", lambda pids: ports[sum(pids)])
     return fake
 
 
@@ -165,6 +166,7 @@ def test_a_kernel_that_can_not_do_it_is_quoted(monkeypatch: pytest.MonkeyPatch) 
         raise ToolFailed("unshare --net sh -c …: Error: Specified qdisc kind is unknown.")
 
     monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(network, "has_capability", lambda number: True)
     monkeypatch.setattr(tools, "has", lambda program: True)
     monkeypatch.setattr(tools, "call", refuse)
     netem.netem_refusal.cache_clear()

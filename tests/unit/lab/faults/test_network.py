@@ -17,13 +17,20 @@ from kintsugi.lab.injector.injection import Ability, Injection
 from kintsugi.lab.injector.undo_log import ProcessIdentity, UndoJournal
 
 
-def rules_of(tmp_path: Path, *, peers: tuple[ProcessIdentity, ...] = (), **aim: Any) -> str:
+def rules_of(
+    tmp_path: Path,
+    *,
+    peers: tuple[ProcessIdentity, ...] = (),
+    peer_ports: tuple[int, ...] | None = None,
+    **aim: Any,
+) -> str:
     """What nftables is told."""
     scene = FaultContext(
         injection=Injection(ability=Ability.NETWORK_LOSS, target="model-0", **aim),
         mechanism=FilteredLoss.name,
         target=ProcessIdentity.of(os.getpid()),
         peers=peers,
+        peer_ports=peer_ports,
         run_dir=str(tmp_path),
         journal=str(tmp_path / "undo.jsonl"),
     )
@@ -37,6 +44,24 @@ def test_without_an_aim_every_packet_of_the_target_matches(tmp_path: Path) -> No
     rules = rules_of(tmp_path)
     assert "tcp sport @own numgen" in rules and "tcp dport @own numgen" in rules
     assert "ifname" not in rules
+
+
+def test_a_peer_on_another_host_restricts_the_fault_also_while_it_has_no_ports(tmp_path: Path) -> None:
+    assert "@peer" not in rules_of(tmp_path)
+    rules = rules_of(tmp_path, peer_ports=())
+    assert "tcp sport @own tcp dport @peer numgen" in rules
+
+
+@pytest.mark.parametrize(
+    ("lacking", "expected"), [({12}, "CAP_NET_ADMIN"), ({21}, "CAP_SYS_ADMIN"), (set(), None)]
+)
+def test_a_capability_that_root_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, lacking: set[int], expected: str | None
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(network, "has_capability", lambda number: number not in lacking)
+    why = network.missing_right("to set rules")
+    assert why == (None if expected is None else f"expected {expected}, to set rules")
 
 
 def test_a_port_of_a_peer_is_that_port_and_that_peer(tmp_path: Path) -> None:
