@@ -358,8 +358,6 @@ class KubernetesCluster:
             "command": [sys.executable, "-P", "-m", "kintsugi"],
             "env": [{"name": key, "value": value} for key, value in environment.items()],
             "volumeMounts": mounts,
-            # Without a request, a container gets next to nothing of a processor that others use too.
-            "resources": {"requests": {"cpu": "500m"}},
         }
         path = self.runs / name
         path.write_text(yaml.safe_dump({"spec": {"containers": [container], "volumes": volumes}}))
@@ -400,9 +398,10 @@ class KubernetesCluster:
         return command.returncode, output + errors
 
     def on_pods(self, *, pods: int = 3, image: str = HOST) -> list[str]:
-        """Arguments of a run on pods of this cluster."""
+        """Arguments of a run on pods of this cluster, of which several fit on a node with two CPUs."""
         return [
             *("--on", "k8s", f"cluster.kubernetes.image={image}", f"cluster.kubernetes.pods={pods}"),
+            "cluster.kubernetes.cpus=0.5",
             f"cluster.kubernetes.template={self.template()}",
         ]
 
@@ -431,6 +430,15 @@ class KubernetesCluster:
             with suppress(OSError):
                 if f"HOSTNAME={name}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     found[pid] = command
+        return found
+
+    def cgroups_of_pod(self, pod: dict[str, Any]) -> dict[str, Path]:
+        """Controller → the control group of the container of a pod."""
+        pid = min(self.pids_of_pod(pod))
+        found: dict[str, Path] = {}
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            found |= {name: Path(f"/sys/fs/cgroup/{name}{path}") for name in controllers.split(",") if name}
         return found
 
     def assert_nothing_left(self, *, timeout_s: float = 40.0) -> None:

@@ -22,14 +22,17 @@ from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend
 from kintsugi.cluster.namespaces import enter
 from kintsugi.config.schema import KubernetesSection
 from kintsugi.telemetry.events import Alert, HostLost, read_events
-from tests.cluster import kubernetes_cluster
+from tests.cluster import kubernetes_cluster, kustomize
 from tests.cluster.hosts_runs import (
     LONGEST_S,
     SLOWLY,
     assert_lost_host_is_diagnosed,
+    boxes,
     faults_of_soak,
     finish,
     places_of_fault,
+    ranks_joined,
+    saved_files,
     train_alone,
     wait_for_step,
     weights_of,
@@ -137,6 +140,80 @@ def test_three_pods_end_in_the_bits_of_one_machine_and_nothing_is_left(
     finish(command)
     assert weights_of(run_dir) == weights_of_one_machine
     assert (run_dir / "checkpoints" / "step-000007" / "trainer.safetensors").exists()
+    cluster.assert_nothing_left()
+
+
+def test_a_pod_requests_what_the_manifest_shows_and_its_node_grants_it(
+    cluster: KubernetesCluster, weights_of_one_machine: str
+) -> None:
+    few = ("actor.workers=1", "generation.servers=1", "rollout.workers=1", "cluster.kubernetes.cpus=null")
+    code, planned = cluster.ask("manifest", "recipe.yaml", *cluster.on_pods()[2:], *few)
+    assert code == 0, planned
+    (_, job) = yaml.safe_load_all(planned)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    requests = container["resources"]["requests"]
+    assert requests["cpu"] == "1200m", "a rank or a server, with an agent and a supervisor"
+    command, run_dir = start(cluster, "requests", *few)
+    wait_for_step(run_dir, 6, command)
+    for index, pod in cluster.pods().items():
+        (made,) = pod["spec"]["containers"]
+        assert made["resources"]["requests"] == requests
+        assert pod["status"]["qosClass"] == "Burstable"
+        group = cluster.cgroups_of_pod(pod)
+        assert int((group["cpu"] / "cpu.shares").read_text()) == 1200 * 1024 // 1000
+        lines = (line.split() for line in (group["memory"] / "memory.stat").read_text().splitlines())
+        found = {name: int(value) for name, value in lines}
+        used = (found["total_rss"] + found["total_shmem"]) >> 20
+        sys.stderr.write(f"\nhost-{int(index) + 1}: {used} MiB of {requests['memory']} requested\n")
+        assert used <= int(requests["memory"].removesuffix("Mi"))
+    finish(command)
+    assert weights_of(run_dir) == weights_of_one_machine
+    cluster.assert_nothing_left()
+
+
+def test_pods_that_no_node_can_take_are_named_with_what_they_request(cluster: KubernetesCluster) -> None:
+    on = (*cluster.on_pods(), "cluster.kubernetes.cpus=64", "cluster.start_timeout_s=20")
+    code, output = cluster.ask("train", "recipe.yaml", f"run_dir={cluster.runs}/too-much", *on)
+    assert code != 0
+    said = " ".join(output.split())
+    assert "3 Insufficient cpu" in said and "It requests cpu 64" in said, output
+    assert "see cluster.kubernetes.cpus and .memory_gib" in said, output
+    cluster.assert_nothing_left()
+
+
+TWO_SHARDS = ("actor.workers=2", "actor.layout.shards=2", "cluster.kubernetes.pods=2")
+LAST_STEP = 7
+
+
+@pytest.fixture(scope="module")
+def weights_of_one_rank(cluster: KubernetesCluster) -> str:
+    return train_alone(cluster, "actor.workers=1", name="one-rank")
+
+
+@pytest.mark.parametrize("what", ["deleted pod", "node without power"])
+def test_a_pod_that_is_lost_with_the_only_part_of_a_cut_state_changes_no_bit_of_one_rank(
+    cluster: KubernetesCluster, weights_of_one_rank: str, what: str
+) -> None:
+    command, run_dir = start(cluster, f"cut-{what.partition(' ')[0]}", *TWO_SHARDS, SLOWLY)
+    wait_for_step(run_dir, 2, command)
+    before = supervisors(cluster)
+    assert before.keys() == {"0", "1"}
+    pod = cluster.pods()["1"]
+    node = pod["spec"]["nodeName"]
+    if what == "deleted pod":
+        cluster.api("DELETE", f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}")
+    else:
+        cluster.power_off(node)
+    try:
+        wait_for_replacement(cluster, run_dir, "1", before)
+        finish(command)
+    finally:
+        if what == "node without power":
+            cluster.power_on(node)
+    assert ranks_joined(run_dir, 2) == [1, 2], "only the rank of the lost pod was started again"
+    assert weights_of(run_dir) == weights_of_one_rank
+    assert saved_files(run_dir, last_step=LAST_STEP) == boxes(2)
+    until(lambda: len(cluster.ready_nodes()) == 3, "the node", timeout_s=120.0)
     cluster.assert_nothing_left()
 
 
@@ -338,6 +415,7 @@ class RealEngine(Engine):
             hosts=HOSTS,
             patience_s=60.0,
             template=template,
+            requests={"cpu": "500m"},
             load=self._access,
         )
 
@@ -372,6 +450,22 @@ def engine(cluster: KubernetesCluster) -> Iterator[Engine]:
     yield made
     made.backend.give_back(timeout_s=5.0)
     cluster.assert_nothing_left()
+
+
+@pytest.mark.skipif(kustomize.missing() is not None, reason=f"{kustomize.missing()}")
+def test_the_kustomize_base_is_taken_by_the_real_api_server(cluster: KubernetesCluster) -> None:
+    """Without effect (`dryRun=All`), each under a name of its own: the cluster has a role of this name."""
+    built = kustomize.build(kustomize.BASE)
+    assert {each["kind"] for each in built} >= {"Role", "ServiceAccount", "ConfigMap", "Job"}
+    for each in built:
+        each["metadata"]["name"] += "-tried"
+        group = each["apiVersion"]
+        top = "/api/v1" if group == "v1" else f"/apis/{group}"
+        path = f"{top}/namespaces/{each['metadata']['namespace']}/{each['kind'].lower()}s?dryRun=All"
+        answer = cluster.api("POST", path, each)
+        assert (answer["kind"], answer["metadata"].get("name")) == (each["kind"], each["metadata"]["name"]), (
+            answer
+        )
 
 
 def test_the_small_server_answers_as_the_real_one(cluster: KubernetesCluster) -> None:

@@ -43,7 +43,8 @@ ALLOWED: dict[str, frozenset[str]] = {
         "rollout",
     }
     | {"page", "run_folder", "serving", "simulation"},
-    "cluster": SHARED | {"bulk", "checkpoint.store", "device_lease", "run_folder", "weights"},
+    "cluster": SHARED
+    | {"bulk", "checkpoint.store", "control.placement", "device_lease", "run_folder", "weights"},
     "config": GROUND
     | {"model", "telemetry.export", "data", "rollout", "control.placement", "graph.algorithms"},
     "control": SHARED
