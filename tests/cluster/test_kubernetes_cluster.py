@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import yaml
 
 from kintsugi.cluster.backends.kubernetes.access import Access, read_kubeconfig
 from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend
+from kintsugi.cluster.backends.kubernetes.manifests import GRACE_S as POD_GRACE_S
+from kintsugi.cluster.host_manager import DOUBTED_SILENT_S, GONE_S
 from kintsugi.cluster.namespaces import enter
 from kintsugi.config.schema import KubernetesSection
 from kintsugi.telemetry.events import Alert, HostLost, read_events
@@ -55,8 +58,16 @@ from tests.unit.cluster.test_backends import (
 
 PATIENTLY = "cluster.start_timeout_s=300"
 """For a busy machine: a run has to begin, however long that takes."""
-REPLACED_S = 15.0
-"""From a loss to the supervisor of the new pod, with a grace of `GRACE_S` for a node that is silent."""
+TOLD_S = 5.0
+"""For a kubelet, the API server and the host manager to tell of what they know, on a busy machine."""
+NOTICED_S = {
+    "killed process": TOLD_S,
+    "deleted pod": POD_GRACE_S + TOLD_S,
+    "silent": GRACE_S + DOUBTED_SILENT_S + TOLD_S,
+    "closed": GONE_S + TOLD_S,
+}
+"""Loss → the time after which the host is given up at the latest, as docs/cluster.md has it. How long the new pod then
+takes to start says more about the load of this machine."""
 
 __all__ = [
     "test_a_host_can_be_replaced_before_its_engine_has_noticed_its_loss",
@@ -111,23 +122,31 @@ def supervisors(cluster: KubernetesCluster) -> dict[str, int]:
 def wait_for_replacement(
     cluster: KubernetesCluster, run_dir: Path, index: str, before: dict[str, int]
 ) -> float:
-    """Wait until another supervisor of a host has joined the run; return the seconds. The others are the same."""
-    since = time.monotonic()
+    """Wait until another supervisor of a host has joined the run; return after how many seconds the host was given
+    up. The others are the same."""
+    since, host = time.time(), f"host-{int(index) + 1}"
 
     def has_joined() -> bool:
         events = [each.event for each in read_events(run_dir, process="host_manager-0")]
-        joined = [each for each in events if f"host-{int(index) + 1} joined" in str(each)]
-        return len(joined) == 2
+        return len([each for each in events if f"{host} joined" in str(each)]) == 2
 
-    until(has_joined, f"another supervisor of {index}", timeout_s=120.0)
-    took_s = time.monotonic() - since
+    until(has_joined, f"another supervisor of {host}", timeout_s=120.0)
+    took_s = time.time() - since
+    lost_at, *_ = [
+        each.stamp.time
+        for each in read_events(run_dir, process="host_manager-0")
+        if isinstance(each.event, Alert) and re.match(rf"{host} \(.*\) is lost: ", each.event.message)
+    ]
+    noticed_s = lost_at - since
     after = supervisors(cluster)
     assert after[index] != before[index]
     assert {key: pid for key, pid in after.items() if key != index} == {
         key: pid for key, pid in before.items() if key != index
     }, "exactly one pod is replaced"
-    sys.stderr.write(f"\n{run_dir.name}: another supervisor has joined after {took_s:.1f} s\n")
-    return took_s
+    sys.stderr.write(
+        f"\n{run_dir.name}: lost after {noticed_s:.1f} s, another one joined after {took_s:.1f} s\n"
+    )
+    return noticed_s
 
 
 def test_three_pods_end_in_the_bits_of_one_machine_and_nothing_is_left(
@@ -230,7 +249,7 @@ def test_one_pod_is_replaced_and_the_others_keep_their_processes(
     else:
         name = cluster.pods()["1"]["metadata"]["name"]
         cluster.api("DELETE", f"/api/v1/namespaces/{NAMESPACE}/pods/{name}")
-    assert wait_for_replacement(cluster, run_dir, "1", before) < REPLACED_S
+    assert wait_for_replacement(cluster, run_dir, "1", before) < NOTICED_S[what]
     finish(command)
     assert weights_of(run_dir) == weights_of_one_machine
     told = [record.event for record in read_events(run_dir, process="host_manager-0")]
@@ -242,24 +261,27 @@ def test_one_pod_is_replaced_and_the_others_keep_their_processes(
 
 
 @pytest.mark.parametrize(
-    ("is_silent", "said"),
-    [(True, "is not ready, and it is silent"), (False, "its connection was closed, and it is silent")],
+    ("what", "said"),
+    [
+        ("silent", "is not ready, and it is silent"),
+        ("closed", "its connection was closed, and it is silent"),
+    ],
     ids=["silent", "closed"],
 )
 def test_a_node_that_is_powered_off_costs_one_pod(
-    cluster: KubernetesCluster, weights_of_one_machine: str, is_silent: bool, said: str
+    cluster: KubernetesCluster, weights_of_one_machine: str, what: str, said: str
 ) -> None:
-    command, run_dir = start(cluster, f"off-{is_silent}", SLOWLY)
+    command, run_dir = start(cluster, f"off-{what}", SLOWLY)
     wait_for_step(run_dir, 2, command)
     before = supervisors(cluster)
     node = cluster.pods()["2"]["spec"]["nodeName"]
-    cluster.power_off(node, is_silent=is_silent)
+    cluster.power_off(node, is_silent=what == "silent")
     try:
-        took_s = wait_for_replacement(cluster, run_dir, "2", before)
+        noticed_s = wait_for_replacement(cluster, run_dir, "2", before)
         finish(command)
     finally:
         cluster.power_on(node)
-    assert took_s < REPLACED_S, f"with a grace of {GRACE_S} s"
+    assert noticed_s < NOTICED_S[what]
     assert weights_of(run_dir) == weights_of_one_machine
     told = [record.event for record in read_events(run_dir, process="host_manager-0")]
     assert any(isinstance(event, HostLost) and said in event.message for event in told), told
