@@ -126,11 +126,18 @@ class KubernetesCluster:
         self.server = f"https://{self.head.address}:6443"
         for user in ("admin", "launcher", "laboratory", "nothing", "wrong"):
             self.kubeconfig(user)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
         self._start_control_plane()
         for place in self.places:
             self.power_on(place.name)
         self._make_namespace()
-        until(lambda: len(self.ready_nodes()) == count, "the nodes", timeout_s=180.0)
+        until(lambda: len(self.ready_nodes()) == len(self.places), "the nodes", timeout_s=180.0)
 
     # The cluster.
 

@@ -167,7 +167,7 @@ def test_a_node_that_is_lost_with_the_only_part_of_a_cut_state_changes_no_bit_of
 ) -> None:
     weights_of_one_rank = train_alone(machines, "actor.workers=1", name="one-rank")
     two_shards = ("actor.workers=2", "actor.layout.shards=2")
-    command, run_dir = start(machines, "cut", SLOWLY, "cluster.ray.nodes=2", *two_shards)
+    command, run_dir = start(machines, "cut", "cluster.ray.nodes=2", *two_shards)
     wait_for_step(run_dir, 5, command)
     lost = max(place.name for place in machines.places if machines.scratch_of(place.name))
     machines.power_off(lost)
