@@ -213,6 +213,7 @@ class KubernetesCluster:
             *(
                 f"--service-account-private-key-file={folder}/sa.key",
                 f"--node-monitor-grace-period={GRACE_S}s",
+                f"--root-ca-file={folder}/certs/apiserver.crt",
             ),
             *("--node-monitor-period=1s", "--node-eviction-rate=10", "--secondary-node-eviction-rate=10"),
             *("--unhealthy-zone-threshold=0.99", "--controllers=*,-nodeipam,-service,-route"),
@@ -322,6 +323,13 @@ class KubernetesCluster:
         answer: dict[str, Any] = json.loads(self.curl(method, path, body) or "{}")
         return answer
 
+    def make(self, body: dict[str, Any], *, query: str = "") -> dict[str, Any]:
+        """Create an object in its namespace; return the answer."""
+        group = body["apiVersion"]
+        top = "/api/v1" if group == "v1" else f"/apis/{group}"
+        namespace = body["metadata"]["namespace"]
+        return self.api("POST", f"{top}/namespaces/{namespace}/{body['kind'].lower()}s{query}", body)
+
     def items(self, resource: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.api("GET", f"/api/v1/namespaces/{NAMESPACE}/{resource}").get(
             "items", []
@@ -341,6 +349,12 @@ class KubernetesCluster:
 
     def template(self, name: str = "template.yaml") -> Path:
         """A pod template that brings this machine's Python into the pods."""
+        path = self.runs / name
+        path.write_text(yaml.safe_dump({"spec": self.pod_with_python("agent")}))
+        return path
+
+    def pod_with_python(self, name: str) -> dict[str, Any]:
+        """What a pod needs for this machine's Python, in the container of a name."""
         shown = {"/usr", "/etc/alternatives", str(Path(sys.base_prefix)), str(Path(sys.prefix)), str(ROOT)}
         cache = CACHE.parent
         folders = sorted(
@@ -360,15 +374,13 @@ class KubernetesCluster:
             "OMP_NUM_THREADS": "1",
         }
         container = {
-            "name": "agent",
+            "name": name,
             "imagePullPolicy": "Never",
             "command": [sys.executable, "-P", "-m", "kintsugi"],
             "env": [{"name": key, "value": value} for key, value in environment.items()],
             "volumeMounts": mounts,
         }
-        path = self.runs / name
-        path.write_text(yaml.safe_dump({"spec": {"containers": [container], "volumes": volumes}}))
-        return path
+        return {"containers": [container], "volumes": volumes}
 
     def start(self, *arguments: str, user: str = "launcher") -> subprocess.Popen[str]:
         """A `kintsugi` command beside the control plane."""

@@ -24,6 +24,9 @@ from kintsugi.cluster.backends.kubernetes.manifests import GRACE_S as POD_GRACE_
 from kintsugi.cluster.host_manager import DOUBTED_SILENT_S, GONE_S
 from kintsugi.cluster.namespaces import enter
 from kintsugi.config.schema import KubernetesSection
+from kintsugi.journal.facts import RolledBack
+from kintsugi.journal.journal import read_facts
+from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.events import Alert, HostLost, read_events
 from tests.cluster import kubernetes_cluster, kustomize
 from tests.cluster.hosts_runs import (
@@ -33,6 +36,7 @@ from tests.cluster.hosts_runs import (
     boxes,
     faults_of_soak,
     finish,
+    num_steps,
     places_of_fault,
     ranks_joined,
     saved_files,
@@ -86,6 +90,9 @@ pytestmark = [
         reason=f"a Kubernetes cluster can not be had: {kubernetes_cluster.missing()}",
     ),
 ]
+
+
+needs_kustomize = pytest.mark.skipif(kustomize.missing() is not None, reason=f"{kustomize.missing()}")
 
 
 @pytest.fixture(scope="module")
@@ -474,17 +481,57 @@ def engine(cluster: KubernetesCluster) -> Iterator[Engine]:
     cluster.assert_nothing_left()
 
 
-@pytest.mark.skipif(kustomize.missing() is not None, reason=f"{kustomize.missing()}")
+@needs_kustomize
+def test_a_launcher_whose_pod_is_deleted_is_resumed_from_its_volume_by_another_pod(
+    cluster: KubernetesCluster, weights_of_one_machine: str
+) -> None:
+    """The kustomize base as it is shipped, with a recipe and the Python of this machine."""
+    volume = kustomize.write_launcher(cluster)
+    jobs = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs/kintsugi-launcher"
+    run_dir = volume / "run"
+    try:
+        for each in kustomize.build(cluster.folder / "overlay"):
+            answer = cluster.make(each)
+            # The cluster has this role already.
+            assert answer["kind"] == each["kind"] or answer["reason"] == "AlreadyExists", answer
+        until(lambda: num_steps(run_dir) >= 2, "step 2", timeout_s=LONGEST_S)
+        (pod,) = launchers(cluster)
+        cluster.api("DELETE", f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}")
+        until(lambda: bool({*launchers(cluster)} - {pod}), "another launcher", timeout_s=LONGEST_S)
+        assert num_steps(run_dir) < 9, "it was stopped before its end"
+
+        def is_over() -> bool:
+            status = cluster.api("GET", jobs).get("status", {})
+            assert not any(each["type"] == "Failed" for each in status.get("conditions", ())), status
+            return bool(status.get("succeeded"))
+
+        until(is_over, "the end of the Job", timeout_s=LONGEST_S)
+        assert weights_of(run_dir) == weights_of_one_machine
+        facts = read_facts(RunFolder(run_dir).journal_file)
+        assert not [fact for fact in facts if isinstance(fact, RolledBack)], "no step was lost"
+    finally:
+        cluster.api("DELETE", f"{jobs}?propagationPolicy=Background")
+    cluster.assert_nothing_left()
+
+
+def launchers(cluster: KubernetesCluster) -> list[str]:
+    """Pods of the launcher's Job."""
+    pods = cluster.items("pods")
+    return [
+        each["metadata"]["name"]
+        for each in pods
+        if each["metadata"]["labels"].get("job-name") == "kintsugi-launcher"
+    ]
+
+
+@needs_kustomize
 def test_the_kustomize_base_is_taken_by_the_real_api_server(cluster: KubernetesCluster) -> None:
     """Without effect (`dryRun=All`), each under a name of its own: the cluster has a role of this name."""
     built = kustomize.build(kustomize.BASE)
     assert {each["kind"] for each in built} >= {"Role", "ServiceAccount", "ConfigMap", "Job"}
     for each in built:
         each["metadata"]["name"] += "-tried"
-        group = each["apiVersion"]
-        top = "/api/v1" if group == "v1" else f"/apis/{group}"
-        path = f"{top}/namespaces/{each['metadata']['namespace']}/{each['kind'].lower()}s?dryRun=All"
-        answer = cluster.api("POST", path, each)
+        answer = cluster.make(each, query="?dryRun=All")
         assert (answer["kind"], answer["metadata"].get("name")) == (each["kind"], each["metadata"]["name"]), (
             answer
         )
