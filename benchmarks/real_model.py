@@ -218,7 +218,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--warmup", type=int, help="warm-up updates; at most as many as steps")
     parser.add_argument("--evaluate", action="store_true", help="evaluate as the recipe says")
-    parser.add_argument("--random-weights", metavar="SHAPE", help="tiny, 135m, 0.6b, 1.5b, 1.8b or 4b")
+    parser.add_argument(
+        "--random-weights", metavar="SHAPE", help="tiny, 135m, 0.6b, 1.5b, 1.8b, llama-3b or 4b"
+    )
     parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer files, for --random-weights")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--out", type=Path, required=True)

@@ -20,6 +20,7 @@ from kintsugi.telemetry.store.tracing import MASTER_PHASES
 
 SKIPPED = 2
 """First steps that medians leave out: kernels are compiled and allocators grow."""
+SHOWN_FETCHES = 12
 PARTS = ("train", "generate", "weights", "commit", "reward")
 
 
@@ -145,6 +146,28 @@ def saves(
     }
 
 
+def differences(readings: Sequence[HostReading]) -> dict[str, list[int]]:
+    """Bytes of each version that an agent fetched as a difference, in order; between two readings the mean."""
+    found: dict[str, list[int]] = {}
+    last: dict[str, tuple[int, int]] = {}
+    for reading in readings:
+        for name, (count, size) in reading.differences_of.items():
+            count_before, size_before = last.get(name, (0, 0))
+            if new := count - count_before:
+                found.setdefault(name, []).extend([(size - size_before) // new] * new)
+            last[name] = (count, size)
+    return found
+
+
+def weight_fetches(records: Sequence[Record]) -> dict[str, list[float]]:
+    """Seconds in which each server fetched and verified a version, in order."""
+    found: dict[str, list[float]] = {}
+    for record in sorted(records, key=lambda record: record.stamp.time):
+        if isinstance(record.event, Span) and record.event.name == "weights_fetch":
+            found.setdefault(record.stamp.process, []).append(round(record.event.duration_s, 3))
+    return found
+
+
 def _number(text: str | None) -> float | None:
     return None if text is None else float(text)
 
@@ -260,6 +283,8 @@ def report(
         "heartbeat_gap_s": heartbeat_gaps(run_dir),
         "silence_heard_s": silence_heard(readings),
         **saves(records, readings, found),
+        "weight_fetches_s": weight_fetches(records),
+        "differences_bytes": differences(readings),
         "alerts": alerts(records),
         "verdicts": verdicts(run_dir),
         "summary": {} if summary is None else _memory_of(msgspec.to_builtins(summary)),
@@ -304,6 +329,10 @@ def table(result: dict[str, Any]) -> str:
     add("saves", " ".join(f"step {each['step']}: {each['seconds']} s" for each in result["saves"]))
     add("standing still for saves", f"{result['standing_still_s']} s; on disk {result['seen_on_disk_s']} s")
     add("waited for the last save", f"{result['waited_for_the_last_s']} s")
+    for name, seconds in result["weight_fetches_s"].items():
+        add(f"weights fetched, {name}", f"{' '.join(map(str, seconds[-SHOWN_FETCHES:]))} s")
+    for name, sizes in result["differences_bytes"].items():
+        add(f"differences, {name}", " ".join(f"{size / 1e6:.1f}" for size in sizes) + " MB")
     add("left in /dev/shm", result.get("left_in_shared_memory"))
     for text in result["alerts"]:
         add("alert", text)

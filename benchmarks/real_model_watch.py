@@ -84,6 +84,8 @@ class HostReading:
     available_bytes: int
     saving: bool
     """A checkpoint is being written."""
+    differences_of: dict[str, tuple[int, int]]
+    """Versions that an agent has fetched as differences so far, and the bytes of these."""
 
 
 @dataclass
@@ -143,6 +145,11 @@ class Monitor:
             shared_memory_bytes=_shared_memory_bytes(),
             available_bytes=_available_bytes(),
             saving=is_saving(self.run_dir),
+            differences_of={
+                name: (each.counters["weights.deltas"], each.counters["weights.delta_bytes"])
+                for name, each in processes.items()
+                if "weights.deltas" in each.counters
+            },
         )
 
 

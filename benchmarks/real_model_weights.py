@@ -20,6 +20,20 @@ SHAPES = {
     **MODELS,
     # Qwen2.5-Coder-1.5B-Instruct as imported from its GGUF file, whose output matrix is not tied.
     "1.8b": msgspec.structs.replace(MODELS["1.5b"], tie_embeddings=False),
+    # Llama-3.2-3B.
+    "llama-3b": ModelConfig(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_layers=28,
+        num_heads=24,
+        num_kv_heads=8,
+        head_dim=128,
+        max_positions=131072,
+        rope_theta=500000.0,
+        tie_embeddings=True,
+    ),
     # Qwen3-4B.
     "4b": msgspec.structs.replace(
         MODELS["0.6b"], hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32
