@@ -35,8 +35,8 @@ def write_launcher(cluster: KubernetesCluster) -> Path:
     shutil.copytree(BASE, overlay / "base")
     volume.mkdir()
     recipe = yaml.safe_load((cluster.runs / "recipe.yaml").read_text())
-    recipe["algorithm"]["reward"] = ["/recipe/slow_rewards.py:odd_digits"]
-    pods = {"pods": 3, "image": HOST, "cpus": 0.5, "template": "/recipe/template.yaml"}
+    recipe["algorithm"]["reward"] = ["slow_rewards.py:odd_digits"]
+    pods = {"pods": 3, "image": HOST, "cpus": 0.5, "template": "template.yaml"}
     recipe["cluster"] = {"on": "k8s", "start_timeout_s": 300, "kubernetes": pods}
     (overlay / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     shutil.copy(cluster.runs / "slow_rewards.py", overlay)

@@ -76,8 +76,8 @@ def test_every_object_is_in_one_namespace_and_every_name_leads_to_another_object
     assert volumes["recipe"]["configMap"]["name"] == names["ConfigMap"]
     (container,) = spec["containers"]
     assert {each["name"] for each in container["volumeMounts"]} == volumes.keys()
-    (key,) = built["ConfigMap"]["data"]
-    assert f"/recipe/{key}" in container["command"][-1]
+    assert built["ConfigMap"]["data"].keys() == {"recipe.yaml"}
+    assert "cp -L /recipe/*" in container["command"][-1] and "train recipe.yaml" in container["command"][-1]
 
 
 def test_the_launcher_may_create_what_the_manifest_shows_and_its_pods_have_its_image(

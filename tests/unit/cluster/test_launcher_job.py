@@ -14,7 +14,7 @@ from tests.cluster.tiny_runs import until
 
 TEMPORARY_FAILURE = 75
 PROGRAM = """#!/bin/sh
-echo "$@" >> {folder}/started
+echo "$PWD: $@" >> {folder}/started
 trap 'echo "{{\\"outcome\\": \\"$OUTCOME\\"}}" > {folder}/runs/run/summary.json; exit $CODE' TERM
 [ -z "$WAITS" ] && exit $CODE
 echo > {folder}/waits
@@ -29,13 +29,18 @@ class Launcher:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "runs" / "run").mkdir(parents=True)
+        (folder / "shown").mkdir()
+        (folder / "shown" / "recipe.yaml").write_text("name: x")
+        # As the kubelet shows the files of a ConfigMap.
+        (folder / "recipe").mkdir()
+        (folder / "recipe" / "recipe.yaml").symlink_to(folder / "shown" / "recipe.yaml")
         python = folder / "python"
         python.write_text(PROGRAM.format(folder=folder))
         python.chmod(0o755)
         job, _ = yaml.safe_load_all((BASE / "launcher.yaml").read_text())
         (container,) = job["spec"]["template"]["spec"]["containers"]
         *self._shell, script = container["command"]
-        self._script = script.replace("/runs/run", f"{folder}/runs/run")
+        self._script = script.replace("/recipe/*", f"{folder}/recipe/*").replace("/runs/", f"{folder}/runs/")
 
     def start(self, **environment: str) -> subprocess.Popen[bytes]:
         path = f"{self.folder}:{os.environ['PATH']}"
@@ -61,14 +66,16 @@ def launcher(tmp_path: Path) -> Launcher:
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_run_that_ends_by_itself_ends_the_pod_with_its_exit_code(launcher: Launcher, code: int) -> None:
     assert launcher.start(CODE=str(code)).wait(30) == code
-    (given,) = launcher.started
-    assert given == f"-P -m kintsugi train /recipe/recipe.yaml run_dir={launcher.folder}/runs/run"
+    volume = launcher.folder / "runs"
+    assert launcher.started == [f"{volume}/recipe: -P -m kintsugi train recipe.yaml run_dir={volume}/run"]
+    assert not (volume / "recipe" / "recipe.yaml").is_symlink(), "the files of another pod have other paths"
 
 
 def test_a_run_that_is_on_the_volume_is_resumed(launcher: Launcher) -> None:
     (launcher.folder / "runs" / "run" / "journal").mkdir()
     assert launcher.start(CODE="0").wait(30) == 0
-    assert launcher.started == [f"-P -m kintsugi resume {launcher.folder}/runs/run --take-over"]
+    (given,) = launcher.started
+    assert given.endswith(f": -P -m kintsugi resume {launcher.folder}/runs/run --take-over")
 
 
 def test_a_run_that_is_finished_is_left_as_it_is(launcher: Launcher) -> None:
