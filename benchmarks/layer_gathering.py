@@ -19,7 +19,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -29,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # So that it runs as a script.
 
-from benchmarks.sharded_memory import MODELS, resident
+from benchmarks.sharded_memory import MODELS, Peak, resident
 from kintsugi.config.schema import ActorSection, AlgorithmSection, CriticSection, ReferenceSection, resolved
 from kintsugi.config.stages import Stage
 from kintsugi.model.seats import Mesh
@@ -43,7 +42,6 @@ from kintsugi.training.state import TrainingState
 from kintsugi.transport import new_key_pair
 from kintsugi.transport.store import StoreServer
 
-SAMPLED_S = 0.002
 WAYS = {"step": ("step", False), "step-recomputed": ("step", True), "layer": ("layer", True)}
 """When weights are gathered, and whether layers are computed again without that."""
 
@@ -62,25 +60,6 @@ class Rank(msgspec.Struct, frozen=True):
     steps: int
     store: str
     keys: tuple[str, str]
-
-
-class Peak:
-    """Samples the anonymous memory of this process in a thread."""
-
-    def __init__(self) -> None:
-        self.highest = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
-
-    def _sample(self) -> None:
-        while not self._over.wait(SAMPLED_S):
-            self.highest = max(self.highest, resident()["RssAnon"])
-
-    def end(self) -> int:
-        self._over.set()
-        self._thread.join()
-        return self.highest
 
 
 def samples_of(rank: Rank) -> list[BatchSample]:

@@ -23,6 +23,7 @@ The type names the boundary that was crossed. Bugs are `assert`s and have no typ
         ├── GroupBroken                    a collective failed: a rank is lost or the group was replaced
         ├── IntegrityError                 received bytes differ from the sent bytes
         ├── RefusedError                   the peer refused: unknown sender, wrong state
+        │   ├── UnknownPeer                no address of the peer is known here, or not yet
         │   ├── EpochOver                  message of an earlier term of the master; to be sent again
         │   └── FencedError                a successor has taken over from this process
         └── RemoteError                    a peer replied with a fault, which is the cause
@@ -33,7 +34,7 @@ remains the cause when others follow (`root_first` orders a set of faults by the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import ClassVar, TypeVar
 from uuid import uuid4
@@ -88,6 +89,13 @@ class DataDamaged(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """File that the bytes were read from."""
 
 
+class Overwritten(msgspec.Struct, frozen=True, tag=True):
+    """Detail of an `IntegrityError`: memory that held a version of the weights has another one, or is about to get it.
+    The bytes are not damaged, and a later version, or the same one again, follows."""
+
+    version: int
+
+
 class Miscomputed(msgspec.Struct, frozen=True, tag=True):
     """Detail of an error about a computation whose result is wrong: not finite, or not the known answer."""
 
@@ -104,7 +112,7 @@ class EndedByError(msgspec.Struct, frozen=True, tag=True):
     """Thing that the host did not give it, if that was the reason: memory, a descriptor, a thread."""
 
 
-FaultDetail = StatesDiverged | GroupFailed | DataDamaged | Miscomputed | EndedByError
+FaultDetail = StatesDiverged | GroupFailed | DataDamaged | Overwritten | Miscomputed | EndedByError
 
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -248,6 +256,10 @@ class DoesNotFit(RefusedError):
     """A part of the state does not fit the memory of this process. Nothing was changed; smaller parts may fit."""
 
 
+class UnknownPeer(RefusedError):
+    """This process has no address of a peer: the part of the address book that lists it may still be under way."""
+
+
 class EpochOver(RefusedError):
     """A peer refused a message of an earlier term of the master."""
 
@@ -309,12 +321,32 @@ def is_shortage(fault: Fault) -> bool:
     return isinstance(fault.detail, EndedByError) and bool(fault.detail.shortage)
 
 
+def no_source(message: str, failures: Sequence[KintsugiError]) -> RefusedError:
+    """Return the error of an operation that failed with all of its sources. An UnknownPeer if this process had no
+    address of one of them: with that address it might have succeeded.
+
+    >>> type(no_source("nowhere", [StorageError("disk full"), UnknownPeer("no agent-1")])).__name__
+    'UnknownPeer'
+    """
+    kinds = {type(error).__name__ for error in failures}
+    kinds |= {fault.kind for error in failures if error.cause for fault in chain(error.cause)}
+    return (UnknownPeer if UnknownPeer.__name__ in kinds else RefusedError)(message)
+
+
 def damage_of(error: BaseException) -> DataDamaged | None:
     """Return where the damaged bytes came from, of an error that is about such bytes or follows from one."""
     if not isinstance(error, KintsugiError):
         return None
     details = [error.detail, *(fault.detail for fault in (chain(error.cause) if error.cause else ()))]
     return next((detail for detail in reversed(details) if isinstance(detail, DataDamaged)), None)
+
+
+def is_overwritten(error: BaseException) -> bool:
+    """Return whether a version of the weights could not be read because its memory gets another one."""
+    if not isinstance(error, KintsugiError):
+        return False
+    details = [error.detail, *(fault.detail for fault in (chain(error.cause) if error.cause else ()))]
+    return any(isinstance(detail, Overwritten) for detail in details)
 
 
 def fault_of(error: BaseException, *, process: str, time: float) -> Fault:

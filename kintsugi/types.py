@@ -50,6 +50,11 @@ def role_of(process: str) -> Role:
     return Role(process.rsplit("-", 1)[0])
 
 
+def is_process(name: str) -> bool:
+    """`is_process("model-0")`, but not `is_process("checkpoints/step-4")`."""
+    return name.rpartition("-")[0] in {role.value for role in Role}
+
+
 class Peer(msgspec.Struct, frozen=True):
     """Address and identity of one process: `Peer("server-0", "a1b2", "host-0", "tcp://127.0.0.1:4001", b"…")`."""
 
@@ -337,6 +342,8 @@ class DeviceSource(msgspec.Struct, frozen=True, tag="device"):
     event_is_needed: bool
     number: int = 0
     """Number that the memory carries while it holds this version; 0: not known."""
+    offsets: tuple[int, ...] = ()
+    """Where each piece of the manifest begins in this memory; empty: where the manifest says."""
 
 
 class CollectiveSource(msgspec.Struct, frozen=True, tag="collective"):

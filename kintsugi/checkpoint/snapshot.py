@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from enum import IntEnum
 from typing import Protocol
@@ -29,11 +30,14 @@ import msgspec
 import xxhash
 
 from kintsugi.errors import RefusedError, WorldError
+from kintsugi.model.seats import holder_of
 
 HEADER_BYTES = 4096
 """Size of the header; the payload therefore begins on a page boundary."""
 NUM_SLOTS = 2
 """Slots that every rank has. One more may be added."""
+_KIND = "snapshot"
+"""First part of the names of all slots."""
 _LENGTH_AT, _CHECKSUM_AT, _HEADER_AT = 4, 8, 16
 
 
@@ -233,6 +237,25 @@ class HeldSnapshots:
         return _opened(name, segments=self._segments)
 
 
+def outdated(
+    names: Iterable[str], *, segments: SnapshotSegments, before: int, living: Collection[str]
+) -> list[str]:
+    """Return which of a host's segments hold only snapshots of steps before this one, of processes that are not
+    `living` here. A rank that died with the box of another mesh, or runs on another host now, has left them."""
+    owned: dict[str, list[str]] = {}
+    for name in names:
+        kind, _, rest = name.partition("/")
+        owner = rest.rpartition("/")[0]
+        if kind == _KIND and holder_of(owner) not in living:
+            owned.setdefault(owner, []).append(name)
+    found: list[str] = []
+    for owner, own in owned.items():
+        headers = [_opened(name, segments=segments).header for name in own if not _is_reference(owner, name)]
+        if all(header is None or header.step < before for header in headers):
+            found += own
+    return found
+
+
 def find_slot(
     slots: tuple[SnapshotSlot, ...], step: int, *, digest: str = ""
 ) -> tuple[SnapshotSlot, SlotHeader]:
@@ -267,8 +290,12 @@ def _map(descriptor: int, *, size: int) -> memoryview:
 
 
 def _slot_name(process: str, index: int) -> str:
-    return f"snapshot/{process}/{index}"
+    return f"{_KIND}/{process}/{index}"
 
 
 def _reference_name(process: str, stage: str) -> str:
-    return f"snapshot/{process}/reference-{stage}"
+    return f"{_KIND}/{process}/reference-{stage}"
+
+
+def _is_reference(owner: str, name: str) -> bool:
+    return name.startswith(_reference_name(owner, ""))

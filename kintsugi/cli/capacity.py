@@ -1,7 +1,8 @@
 """Whether a run fits this machine: the memory of its cards and of its host, and the disk of its checkpoints.
 
 `kintsugi check` shows the estimate and refuses what no card here can hold. `kintsugi train` and `resume` also refuse a
-card that other programs have filled, and a disk without room for one checkpoint. What may be enough is a warning.
+card that other programs have filled, a host that can not hold the models, and a disk without room for one checkpoint.
+What may be enough is a warning.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.descriptors import descriptor_limit, num_descriptors
 from kintsugi.runtime.disk import write_atomically
 from kintsugi.runtime.waits import wait
-from kintsugi.telemetry.collect.cgroups import available_memory_bytes
+from kintsugi.telemetry.collect.cgroups import available_memory_bytes, swap_bytes, usable_memory_bytes
 from kintsugi.transport import most_peers
 from kintsugi.types import Role, process_id, role_of
 
@@ -181,13 +182,36 @@ def check_start(config: Config, *, run_dir: Path, resume: bool) -> list[str]:
         open_target(config.checkpoint.copy_to)
     devices = read_devices()
     memory = run_memory(config, num_devices=len(devices))
+    warnings = [] if config.cluster.on else _check_host(memory)
     if not config.cluster.on and _shortage(memory, devices, room=_free):
         devices = _await_room(memory)
         if problem := _shortage(memory, devices, room=_free):
             raise UserError(problem)
     if devices:
         write_atomically(RunFolder(run_dir).devices_file, msgspec.json.encode(devices), durable=False)
-    return _check_disk(memory, folder=run_dir, resume=resume)
+    return warnings + _check_disk(memory, folder=run_dir, resume=resume)
+
+
+def _check_host(memory: RunMemory) -> list[str]:
+    """Refuse what this host can not hold even with its swap space; what may be too much is a warning."""
+    most, needed = usable_memory_bytes() + swap_bytes(), memory.needed_on_host
+    if memory.held_on_host > most:
+        parts = "; ".join(
+            f"{name} {gigabytes(sum(each.values()))}: {_listed(each)}"
+            for name in memory.computing()
+            for each in (memory.host_parts(name),)
+        )
+        what_fits = _advice(
+            memory, lambda smaller: smaller.needed_on_host > most, what="host", share=most / needed
+        )
+        raise UserError(
+            f"this host: expected {gigabytes(needed)} of memory for {parts}; got {gigabytes(most)}. {what_fits}"
+        )
+    available = available_memory_bytes()
+    if needed <= available:
+        return []
+    what = f"this host has {gigabytes(available)} of memory available, ranks and servers may need {gigabytes(needed)}"
+    return [f"{what}: the system may kill some of them"]
 
 
 def _await_room(memory: RunMemory) -> tuple[DeviceReading, ...]:
@@ -250,6 +274,10 @@ def _free(device: DeviceReading) -> int:
 
 def _shortage(memory: RunMemory, devices: Sequence[DeviceReading], *, room: Room) -> str:
     """Return which card is too small and what would fit; empty if all are large enough."""
+
+    def is_short(smaller: RunMemory) -> bool:
+        return any(smaller.needed_on_device(index) > room(device) for index, device in enumerate(devices))
+
     for index, device in enumerate(devices):
         needed = memory.needed_on_device(index)
         if needed <= room(device):
@@ -261,7 +289,8 @@ def _shortage(memory: RunMemory, devices: Sequence[DeviceReading], *, room: Room
         )
         found = f"{gigabytes(device.free_bytes)} free of {gigabytes(device.total_bytes)}"
         expected = f"device {index} ({device.name}): expected {gigabytes(needed)} for {processes}"
-        return f"{expected}; got {found}. {_advice(memory, devices, room=room)}"
+        what_fits = _advice(memory, is_short, what="card", share=room(device) / needed)
+        return f"{expected}; got {found}. {what_fits}"
     return ""
 
 
@@ -271,23 +300,26 @@ def _least(memory: RunMemory, process: str) -> dict[str, int]:
     return parts | {"KV cache": memory.request_bytes} if role_of(process) is Role.SERVER else parts
 
 
-def _advice(memory: RunMemory, devices: Sequence[DeviceReading], *, room: Room) -> str:
-    """Name the settings that would make a run fit."""
+def _advice(memory: RunMemory, is_short: Callable[[RunMemory], bool], *, what: str, share: float) -> str:
+    """Name the settings that would make a run fit, else the size of a model that would; `share` of what this one needs
+    is there."""
     fitting: dict[str, str] = {}
     for text, config in _smaller(memory.config):
-        if not _is_short(msgspec.structs.replace(memory, config=config), devices, room=room):
+        if not is_short(msgspec.structs.replace(memory, config=config)):
             fitting.setdefault(text.partition("=")[0], text)  # The least change of each kind.
     if fitting:
         return f"It would fit with {' or with '.join(fitting.values())}"
     trained = memory.num_actor + memory.num_critic
+    size = (
+        f"{trained * share / 1e9:.1f} billion"
+        if trained * share > 1e8
+        else f"{trained * share / 1e6:.0f} million"
+    )
     return (
         f"No setting makes it fit: {trained / 1e9:.2f} billion trained parameters have "
-        f"{gigabytes(memory.state_bytes)} of state alone; take a smaller model or a card with more free memory"
+        f"{gigabytes(memory.state_bytes)} of state alone; take a smaller model, of about {size} parameters with these "
+        f"settings, or a {what} with more free memory"
     )
-
-
-def _is_short(memory: RunMemory, devices: Sequence[DeviceReading], *, room: Room) -> bool:
-    return any(memory.needed_on_device(index) > room(device) for index, device in enumerate(devices))
 
 
 def _smaller(config: Config) -> Iterator[tuple[str, Config]]:

@@ -146,6 +146,7 @@ def _prepare(config: Config, *, run_dir: Path, resume: bool) -> None:
     from kintsugi.data.dataset import pin_data
     from kintsugi.run_folder.started import record_start
 
+    warnings = check_start(config, run_dir=run_dir, resume=resume)  # First: reading the data may take long.
     data = pin_data(config, run_dir=run_dir)
     for sentence in data.left_out:
         print_message(f"{NOTE}{sentence}")
@@ -154,7 +155,7 @@ def _prepare(config: Config, *, run_dir: Path, resume: bool) -> None:
             f"{NOTE}{data.num_held_out:,} rows are held out (`data.num_eval`) and only {data.num_positions:,} are "
             "trained on"
         )
-    for sentence in check_start(config, run_dir=run_dir, resume=resume):
+    for sentence in warnings:
         print_message(f"{WARNING}{sentence}")
     record_locally(run_dir, Action.RESUME if resume else Action.START, begins=not resume)
     if not resume:

@@ -26,6 +26,7 @@ from uuid import uuid4
 import msgspec
 
 from kintsugi.bulk.endpoint import BulkEndpoint
+from kintsugi.checkpoint.snapshot import outdated
 from kintsugi.cluster.checkpoint_receiver import CheckpointReceiver
 from kintsugi.cluster.child import (
     FORK_SERVER,
@@ -66,7 +67,7 @@ from kintsugi.protocol.bootstrap import Bootstrap
 from kintsugi.protocol.bulk import OpenBulk
 from kintsugi.protocol.hosts import KeepCheckpoint, ListFiles, StoreFile
 from kintsugi.protocol.membership import Ok
-from kintsugi.protocol.recovery import FetchState, KeepState
+from kintsugi.protocol.recovery import FetchState, ForgetStates, KeepState
 from kintsugi.protocol.weights import HoldDelta, HoldWeights, UploadWeights
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
@@ -248,6 +249,8 @@ class Agent:
                 pass
             case KeepState() | FetchState():
                 self._peer_snapshots.handle(delivery)
+            case ForgetStates(step=step):
+                self._forget_before(step)
             case UploadWeights() | HoldWeights() | HoldDelta():
                 self._weight_holder.handle(delivery)
             case OpenBulk(certificate=certificate):
@@ -258,6 +261,13 @@ class Agent:
                 self._endpoint.fail(delivery, RefusedError(f"an agent does not do {type(body).__name__}"))
             case _:
                 pass
+
+    def _forget_before(self, step: int) -> None:
+        """Drop states to which the run does not return: copies, and snapshots of ranks that are not here any more."""
+        self._peer_snapshots.forget_before(step)
+        segments = OwnSegments(self._segments)
+        for name in outdated(self._segments.names, segments=segments, before=step, living=self._children):
+            segments.remove(name)
 
     def _open_bulk(self, delivery: Delivery, certificate: bytes) -> None:
         try:

@@ -96,6 +96,13 @@ class PeerSnapshotStore:
         except (KintsugiError, OSError) as error:
             self._replies.fail(delivery, error)
 
+    def forget_before(self, step: int) -> None:
+        """Drop the states of earlier steps: the latest ones of boxes that no rank has any more, and those that ranks
+        have begun to send to another agent."""
+        for box, held in tuple(self._states):
+            if held < step:
+                self._drop(box, held)
+
     def close(self) -> None:
         self._arriving.clear()
         for key in tuple(self._states):

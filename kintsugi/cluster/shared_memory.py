@@ -96,6 +96,10 @@ class SegmentServer:
         """Size of all segments together, in bytes."""
         return sum(size for _, size in self._segments.values())
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._segments)
+
     def close(self) -> None:
         """Stop serving and close every segment."""
         self._loop.unwatch(self._listener.fileno())

@@ -2,12 +2,14 @@
 
 With n processes a whole book per change and process would be n² bytes, and n³ while a run starts. Here a change costs
 one short message per process, and a new process gets the book once. A message may be lost: heartbeats show which book
-a process has, and it is sent what it lacks again.
+a process has, and it is sent what it lacks again. A rank that has failed for want of an address is not left to its next
+heartbeat.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -48,9 +50,14 @@ class BookSharing:
         self._is_due = False
         self._next_share = -math.inf
 
-    def changed(self) -> None:
-        """Send what changed, with the next turn or tick."""
+    def changed(self, *, lacking: Sequence[str] = ()) -> None:
+        """Send what changed, with the next turn or tick. Processes that are known to be `lacking` some of it are sent
+        the whole book again: what they were sent was lost."""
         self._is_due = True
+        for process in lacking:
+            if self._members.is_listed(process):
+                incarnation = self._members.members[process].incarnation
+                self._recipients[process] = _Recipient(incarnation, None)
 
     def due(self, now: float) -> list[tuple[AddressBook, list[str]]]:
         """Return books to send, each with its receivers: those that have the same book need the same difference."""

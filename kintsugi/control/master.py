@@ -428,7 +428,7 @@ class Master:
                 self._fail(fault, now)
             return
         self._processes.order_again(process, fault, now)
-        if role is Role.MODEL and phase is not Phase.STARTING:
+        if role is Role.MODEL and phase is not Phase.STARTING and not self._recovery.goes_on_without(process):
             self._advance(PhaseReport(PhaseResult.RANK_LOST, fault=fault), now)
         else:
             self._after_episodes(now)

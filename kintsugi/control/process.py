@@ -427,8 +427,8 @@ class MasterShell:
                 self._records.lost(fault)
                 self._detector.forget(process)
                 self._endpoint.forget(process, fault)
-            case ShareBook():
-                self._sharing.changed()
+            case ShareBook(lacking=lacking):
+                self._sharing.changed(lacking=lacking)
             case RecordStep():
                 pass  # Written before its fact.
             case RecordEvaluation():

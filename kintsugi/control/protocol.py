@@ -145,7 +145,10 @@ class Forget(msgspec.Struct, frozen=True):
 
 
 class ShareBook(msgspec.Struct, frozen=True):
-    """Send the current address book to all processes."""
+    """Send the current address book to all processes: each what changed since the one that it has."""
+
+    lacking: tuple[str, ...] = ()
+    """Processes that were found not to have a part of it: they are sent all of it."""
 
 
 class RecordStep(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from kintsugi.errors import (
     ProcessDied,
     RefusedError,
     damage_of,
+    is_overwritten,
 )
 from kintsugi.generation.server_fleet import Identity, ManagedServer, ServerFleet, identity
 from kintsugi.generation.transcript import verify_answer
@@ -197,7 +198,8 @@ class WeightDistribution:
             self._emit(Note(f"{member.process} has caught up with version {manifest.version}"))
 
     def _load_failed(self, member: ManagedServer, manifest: WeightManifest, error: KintsugiError) -> None:
-        """Retry a live server a few times; a dead one is removed by the next address book."""
+        """Retry a live server a few times; a dead one is removed by the next address book. A version whose memory is
+        being overwritten is not retried: the next one follows, or this one again after a rollback."""
         if member.loading != identity(manifest):
             return  # A later version is on its way to it.
         member.loading = None
@@ -206,6 +208,9 @@ class WeightDistribution:
         message = f"{member.process} did not load version {manifest.version}: {error}"
         damage = damage_of(error)
         self._emit(Note(message) if damage is None else BytesDamaged(message, origin=damage.origin))
+        if is_overwritten(error):
+            member.load_faults = MAX_LOAD_ATTEMPTS
+            return
         member.load_faults += 1
         if member.load_faults >= MAX_LOAD_ATTEMPTS:
             self._answer_requests(error)

@@ -6,8 +6,10 @@ starts.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -49,11 +51,33 @@ class StoredTensor(msgspec.Struct, frozen=True):
 def load_config(folder: Path) -> ModelConfig:
     """The architecture that `folder/config.json` describes."""
     if not folder.is_dir():
-        raise ModelError(
-            f"expected a model folder at {folder}, found {'a file' if folder.exists() else 'nothing'}"
-        )
+        raise ModelError(f"expected a model folder at {folder}, found {_found_instead(folder)}")
     path = folder / CONFIG_FILE
     return ModelConfig.from_huggingface(_read_json(path), where=str(path))
+
+
+def importing_folder(destination: Path) -> Path:
+    """Folder in which an import into `destination` writes; locked while it does."""
+    return destination.parent / f".{destination.name}-importing"
+
+
+def _found_instead(folder: Path) -> str:
+    """Describe what is at a path where a model folder should be."""
+    if folder.suffix.lower() == ".gguf" and folder.exists():
+        return f"a GGUF file; convert it first: `kintsugi import {folder} FOLDER`"
+    if folder.exists():
+        return "a file"
+    try:
+        descriptor = os.open(importing_folder(folder), os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return "nothing"
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "an import that has not ended yet"
+    finally:
+        os.close(descriptor)
+    return f"an import that was interrupted; repeat it: `kintsugi import SOURCE {folder}`"
 
 
 def check_weights(folder: Path, *, config: ModelConfig, head: Head = "refused") -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,18 @@ class GgufFile(msgspec.Struct, frozen=True):
         return str(self.metadata.get("general.architecture", ""))
 
 
-def read_gguf(path: Path, *, block_sizes: dict[int, tuple[int, int]]) -> GgufFile:
-    """Read the metadata and the table of tensors; ModelError if the file is damaged or cut.
+BlockSize = Callable[[int], tuple[int, int] | None]
+"""GGML type → elements and bytes of a block; None for a type that can not be read."""
 
-    `block_sizes` maps each GGML type that can be read to the elements and bytes of one block.
-    """
+
+def read_gguf(path: Path, *, block_size: BlockSize) -> GgufFile:
+    """Read the metadata and the table of tensors; ModelError if the file is damaged or cut."""
     try:
         size = path.stat().st_size
         if size < len(_MAGIC):
             raise ModelError(f"{path} is not a GGUF file: it has {size} bytes")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _Parser(content, path=path, size=size).read(block_sizes)
+            return _Parser(content, path=path, size=size).read(block_size)
     except OSError as error:
         raise ModelError(f"{path} can not be read: {error.strerror}") from error
 
@@ -74,7 +76,7 @@ class _Parser:
         self._content, self._path, self._size = content, path, size
         self._position = 0
 
-    def read(self, block_sizes: dict[int, tuple[int, int]]) -> GgufFile:
+    def read(self, block_size: BlockSize) -> GgufFile:
         if self._content[:4] != _MAGIC:
             raise ModelError(
                 f"{self._path} is not a GGUF file: expected it to begin with {_MAGIC!r}, "
@@ -98,9 +100,9 @@ class _Parser:
         start = math.ceil(self._position / alignment) * alignment
         tensors = {}
         for name, shape, kind, offset in table:
-            if kind not in block_sizes:
+            if (block := block_size(kind)) is None:
                 raise ModelError(f"{self._path}: {name} has the unknown GGML type {kind}")
-            size = self._tensor_size(name, shape, block=block_sizes[kind])
+            size = self._tensor_size(name, shape, block=block)
             if start + offset + size > self._size:
                 raise ModelError(
                     f"{self._path} is cut: {name} ends at byte {start + offset + size}, "

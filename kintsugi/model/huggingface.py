@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -56,6 +56,29 @@ def load_into(
                 parameter.copy_(view(files.tensor(names[where.name]), where).to(parameter.device))
             else:
                 parameter.zero_()
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """Weights of a model in a folder, by the names of its parameters, in float32. Each is read when it is asked for; an
+    optional value head may be missing."""
+
+    def __init__(self, folder: Path, *, config: ModelConfig | None = None, head: Head = "refused") -> None:
+        """`config` overrides the one of the folder."""
+        self._files = WeightFiles(folder)
+        config = load_config(folder) if config is None else config
+        self._names = stored_names(self._files.shapes, config=config, head=head, where=str(folder))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files.tensor(self._names[name]).float()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def save(

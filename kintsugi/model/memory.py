@@ -45,13 +45,29 @@ _LOGPROB_CHUNK_TOKENS = 1024
 _PIECE_BYTES = 256 << 20
 """Size of the pieces in which gradients are exchanged and norms are taken."""
 _STATE_BYTES, _GRADIENT_BYTES = 12, 4
+_ALWAYS_HELD = frozenset({"process", "state", "compute weights", "snapshots"})
+"""Parts of a process's memory that it uses at every moment; others come and go."""
 
 
 def published_versions(config: Config) -> int:
     """Versions of the weights that a rank keeps on a card for servers there. A synchronous run publishes the next one
     only when every server has the last one; a server that is late, or new in that moment, finds it overwritten and
-    loads the next."""
+    loads the next. That one may be what the rank computes with (`shares_weights`)."""
     return 1 if config.asynchrony.max_staleness == 0 else 2
+
+
+def shares_weights(config: Config) -> bool:
+    """Whether the version that a rank publishes on its card is the weights that it computes with, which change only
+    with the next update. Not where an earlier version is kept, where they are moved away when the card is lent, or
+    where they are the state itself or a part of a model."""
+    actor = config.actor
+    return (
+        published_versions(config) == 1
+        and actor.dtype == "bfloat16"
+        and actor.logical_slices == 1
+        and mesh_of(actor.layout).boxes == 1
+        and config.cluster.share_device != "offload"
+    )
 
 
 class ProcessMemory(msgspec.Struct, frozen=True):
@@ -183,6 +199,22 @@ class RunMemory(msgspec.Struct, frozen=True):
             return num_servers * self.server_bytes + in_turn
         return num_servers * self.server_bytes + cache + peaks
 
+    @property
+    def needed_on_host(self) -> int:
+        """Bytes of host memory that ranks and servers use at their peaks, with room for one request in each cache."""
+        return sum(sum(self.host_parts(name).values()) for name in self.computing())
+
+    @property
+    def held_on_host(self) -> int:
+        """Bytes of host memory that they use at every moment once steps are made."""
+        parts = [self.host_parts(name) for name in self.computing()]
+        return sum(size for each in parts for name, size in each.items() if name in _ALWAYS_HELD)
+
+    def host_parts(self, process: str) -> dict[str, int]:
+        """Host memory of a rank or server, whose cache holds one request."""
+        parts = dict(self.of_process(process).host)
+        return parts | {"KV cache": self.request_bytes} if "KV cache" in parts else parts
+
     def most_cache_bytes(self, process: str, *, total_bytes: int, foreign_bytes: int = 0) -> int:
         """Bytes that a server may use for its KV cache on a card of `total_bytes`, of which other programs use
         `foreign_bytes`. It depends on no process's present use, so it is the same whichever process starts first."""
@@ -241,11 +273,13 @@ class RunMemory(msgspec.Struct, frozen=True):
             "published": 2 * self._width * self.num_actor,
         }
         computed = self._trained(seat) | self._frozen(seat) | self._micro_batch(seat)
+        computed |= self._start(computed)
         if self.num_devices:
             index = device_index(process, num_devices=self.num_devices)
             if any(role_of(name) is Role.SERVER for name in self.on_device(index)):
                 del kept["published"]
-                computed["published"] = published_versions(self.config) * self._width * self.num_actor
+                versions = 0 if shares_weights(self.config) else published_versions(self.config)
+                computed["published"] = versions * self._width * self.num_actor
             computed["slack"] = int(SLACK * sum(computed.values()))
         return self._placed(computed, kept)
 
@@ -300,6 +334,14 @@ class RunMemory(msgspec.Struct, frozen=True):
             "layers in use": self._width * (2 * largest + second)
             + _GRADIENT_BYTES * ((2 + waiting) * largest + second),
         }
+
+    def _start(self, computed: Mapping[str, int]) -> dict[str, int]:
+        """Memory at the start that exceeds what layers and activations take later: without whole weights a rank keeps
+        those of the actor for a reference or critic that begins with them, until the first stage has begun."""
+        if not (self.config.actor.layout.gathers_layers and stages(self.config)[0].begins_as_actor):
+            return {}
+        later = sum(computed.get(name, 0) for name in ("layers in use", "activations", "logits", "exchange"))
+        return {"initial weights": max(0, self._width * self.num_actor - later)}
 
     def _unit_sizes(self, config: ModelConfig, with_value_head: bool) -> list[int]:
         """Parameters of embedding, layers and head."""

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from kintsugi.model.gradient_roots import gradient_root
+
 
 def recomputed(
     run: Callable[[Tensor], Tensor], hidden: Tensor, *, parameters: Iterable[nn.Parameter]
@@ -43,5 +45,5 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             output = ctx.run(own)
         inputs = [each for each, is_wanted in zip((own, *ctx.parameters), wanted, strict=True) if is_wanted]
-        found = iter(torch.autograd.grad(output, inputs, gradient))
+        found = iter(torch.autograd.grad(gradient_root([output], [gradient]), inputs))
         return None, *(next(found) if is_wanted else None for is_wanted in wanted)

@@ -32,6 +32,8 @@ import msgspec
 from kintsugi.config.schema import LayoutSection
 
 _SEPARATOR = "."
+_OTHER_BOX = "@"
+"""Stands between a process and its box, in the name of snapshots of one that is not of the configured mesh."""
 _MARK = ":"
 
 STATE_FORMAT = 2
@@ -253,7 +255,16 @@ def snapshots_of(process: str, seat: Seat, mesh: Mesh) -> str:
     """
     if seat == seat_of(process, mesh.shape):
         return process
-    return f"{process}@{seat.number}-of-{seat.mesh}"
+    return f"{process}{_OTHER_BOX}{seat.number}-of-{seat.mesh}"
+
+
+def holder_of(owner: str) -> str:
+    """Process whose snapshots have this name.
+
+    >>> holder_of("model-3"), holder_of("model-3@2-of-3x1x1")
+    ('model-3', 'model-3')
+    """
+    return owner.partition(_OTHER_BOX)[0]
 
 
 @lru_cache(maxsize=8)

@@ -127,10 +127,12 @@ class SlicedTransformer(Transformer):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         part: ModelPart | None = None,
+        has_memory: bool = True,
     ) -> None:
         assert group.num_slices > 1, "a model of one slice is a `Transformer`"
         check_slices(config, group.num_slices)
         super().__init__(config, with_value_head=with_value_head, dtype=dtype, device="meta", part=part)
+        self.has_memory = has_memory
         self.group = group
         whole = parameter_shapes(config, with_value_head=with_value_head)
         shapes = slice_shapes(whole, slices=group.slices, count=group.num_slices)
@@ -152,7 +154,7 @@ class SlicedTransformer(Transformer):
                 layer.add_module("mlp", feed_forward)
             if self.lm_head is not None:
                 self.add_module("lm_head", Slices(shapes, layer="lm_head", dtype=dtype))
-        allocate(self, device=torch.device(device))
+        allocate(self, device=torch.device(device), has_memory=has_memory)
         self.frequencies = inverse_frequencies(config, device=torch.device(device))
 
     @property

@@ -245,10 +245,12 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         part: ModelPart | None = None,
+        has_memory: bool = True,
     ) -> None:
-        """`part`: the layers that this process computes, by default all."""
+        """`part`: the layers that this process computes, by default all. Without memory its parameters have shapes
+        only, until they are given other memory."""
         super().__init__()
-        self.config = config
+        self.config, self.has_memory = config, has_memory
         self.part = part or part_of(config)
         self.incoming: Tensor | None = None
         """Activations of the stage before, with which the next forward pass begins; None in the first stage, unless the
@@ -264,7 +266,7 @@ class Transformer(nn.Module):
             self.value_head: nn.Linear | None = None
             if with_value_head and self.part.is_last:
                 self.value_head = nn.Linear(config.hidden_size, 1, dtype=dtype)
-        allocate(self, device=torch.device(device))
+        allocate(self, device=torch.device(device), has_memory=has_memory)
         if packed:
             for layer in self.model.layers:
                 assert isinstance(layer, DecoderLayer)
@@ -370,11 +372,13 @@ class Transformer(nn.Module):
         )
 
 
-def allocate(model: nn.Module, *, device: torch.device) -> None:
-    """Give parameters on the meta device real memory, as `to_empty` does, but without importing torch's compiler."""
+def allocate(model: nn.Module, *, device: torch.device, has_memory: bool = True) -> None:
+    """Give parameters on the meta device real memory, as `to_empty` does, but without importing torch's compiler;
+    without memory, one element each, which is shown in the parameter's shape."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            size = parameter.shape if has_memory else (1,)
+            memory = torch.empty(size, dtype=parameter.dtype, device=device).expand(parameter.shape)
             setattr(module, name, nn.Parameter(memory))
 
 
@@ -402,7 +406,6 @@ def _joined(*projections: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-@torch.no_grad()
 def initialize(model: Transformer, seed: int) -> None:
     """Fill every parameter from `seed` alone: each has its own generator, so neither order nor global state matters.
 
@@ -410,19 +413,22 @@ def initialize(model: Transformer, seed: int) -> None:
     tiny model's signal alive; those that write to the residual stream are divided by sqrt(2 × layers). Norms start at
     one, biases and the value head at zero.
     """
-    residual_scale = 1 / math.sqrt(2 * model.config.num_layers)
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.fill_(1.0)
-        elif name.endswith(".bias") or name.startswith("value_head."):
-            parameter.zero_()
-        else:
-            deviation = 0.55 / math.sqrt(parameter.shape[1])
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                deviation *= residual_scale
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            noise = torch.empty(parameter.shape, dtype=torch.float32).normal_(
-                std=deviation, generator=generator
-            )
-            parameter.copy_(noise)
+        initialize_parameter(name, parameter, seed=seed, num_layers=model.config.num_layers)
+
+
+@torch.no_grad()
+def initialize_parameter(name: str, parameter: Tensor, *, seed: int, num_layers: int) -> None:
+    """Fill one parameter as `initialize` does."""
+    if name.endswith("norm.weight"):
+        parameter.fill_(1.0)
+    elif name.endswith(".bias") or name.startswith("value_head."):
+        parameter.zero_()
+    else:
+        deviation = 0.55 / math.sqrt(parameter.shape[1])
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            deviation *= 1 / math.sqrt(2 * num_layers)
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        noise = torch.empty(parameter.shape, dtype=torch.float32).normal_(std=deviation, generator=generator)
+        parameter.copy_(noise)

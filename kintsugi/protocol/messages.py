@@ -51,6 +51,7 @@ Any request can be answered with Failed instead. Weights and states themselves a
 | AddressBook, Shutdown            | master → any         |
 | ProcessExited, ProcessSuspected, ChipFault | agent → master |
 | Drop                             | master → rollout     |
+| ForgetStates                     | master → agent       |
 | Produced                         | server → manager     |
 | Cancel                           | manager → server     |
 | LeaseRequested, LeaseAcknowledged, LeaseReleased | model → agent, server → agent |
@@ -103,6 +104,7 @@ from kintsugi.protocol.recovery import (
     DeviceClean,
     DeviceStop,
     FetchState,
+    ForgetStates,
     KeepState,
     NotifyNormal,
     PreLock,
@@ -211,6 +213,7 @@ Body = (
     | AskStanding
     | RankStanding
     | KeepState
+    | ForgetStates
     | OpenBulk
     | BulkOpened
     | ToArbiter

@@ -168,6 +168,13 @@ class StateFetched(MessageBody, frozen=True):
     """Part of the state that it is (`model.seats.Seat.box`); empty for all of it."""
 
 
+class ForgetStates(MessageBody, frozen=True):
+    """The group returns to no step before this one, except from a checkpoint: agents forget copies of earlier states,
+    and earlier snapshots of ranks that are not on their host any more."""
+
+    step: int
+
+
 class KeepState(MessageBody, frozen=True):
     """A rank stores a copy of its state with the agent of another host, which fetches it from the state's offer and
     replies when it has all of it."""

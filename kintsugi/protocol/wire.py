@@ -112,6 +112,7 @@ ALLOWED_SENDERS: dict[type[Body], frozenset[Role]] = {
     recovery.AskStanding: _MASTER,
     recovery.FetchState: _MODEL,
     recovery.KeepState: _MODEL,
+    recovery.ForgetStates: _MASTER,
     device_lease.LeaseRequested: _ON_DEVICE,
     device_lease.LeaseAcknowledged: _ON_DEVICE,
     device_lease.LeaseReleased: _ON_DEVICE,

@@ -51,6 +51,8 @@ class Incident:
         """Live process → number of operations that failed there."""
         self.repairs = 0
         """Number of repairs that failed since the last rollback."""
+        self.unaddressed = 0
+        """Number of repairs that failed because a rank did not have the address of a source; not among `attempts`."""
         self.sent_home: set[str] = set()
         """Ranks that were started again on the host of their snapshot."""
         self.does_not_fit = ""

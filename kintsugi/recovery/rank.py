@@ -22,7 +22,7 @@ from typing import Protocol
 
 import msgspec
 
-from kintsugi.errors import IntegrityError, RefusedError, WorldError
+from kintsugi.errors import IntegrityError, RefusedError, WorldError, no_source
 from kintsugi.protocol.recovery import (
     BoxCopies,
     DeviceClean,
@@ -187,7 +187,7 @@ class Processor:
         """Try one source after the other; return the one that worked."""
         if self._adapter.flow is Flow.ROLLBACK and request.digest and self._fault_of(request) is None:
             return OWN_STATE
-        failures: list[str] = []
+        failures: list[tuple[str, WorldError]] = []
         for source in (*request.sources, *([OTHER_BOXES] if request.boxes else [])):
             try:
                 if source == OTHER_BOXES:
@@ -202,11 +202,12 @@ class Processor:
             except WorldError as error:
                 if request.sequence < self._sequence:
                     raise  # A later round has interrupted this one; the remaining sources are not at fault.
-                failures.append(f"{source}: {error}")
+                failures.append((source, error))
             else:
                 return source
-        tried = "; ".join(failures) or "none was given"
-        raise RefusedError(f"no source has the state of step {request.step}: {tried}")
+        tried = "; ".join(f"{source}: {error}" for source, error in failures) or "none was given"
+        what = f"no source has the state of step {request.step}: {tried}"
+        raise no_source(what, [error for _, error in failures])
 
     def _fault_of(self, request: Repair) -> str | None:
         """Return why the current state of the rank is not the one that a repair has to give."""

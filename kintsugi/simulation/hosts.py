@@ -22,7 +22,7 @@ from kintsugi.protocol.agents import (
 )
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.messages import Body
-from kintsugi.protocol.recovery import FetchState, KeepState
+from kintsugi.protocol.recovery import FetchState, ForgetStates, KeepState
 from kintsugi.simulation.network import SimulatedProcess
 from kintsugi.simulation.ranks import HostMemory, state_message, state_of
 from kintsugi.simulation.workers import SimulatedWorker
@@ -151,6 +151,8 @@ class SimulatedAgent(SimulatedWorker):
             case KeepState():
                 self.home.memory.keep(state_of(body.state))
                 self.endpoint.reply(delivery, Ok())
+            case ForgetStates():
+                self.home.memory.forget_before(body.step, living=self.home.children)
             case FetchState():
                 kept = self.home.memory.replicas.get((body.box, body.step))
                 if kept is not None:

@@ -339,8 +339,8 @@ class SimulatedMaster(SimulatedProcess):
             case Forget(process=process, fault=fault):
                 self.detector.forget(process)
                 self.endpoint.forget(process, fault)
-            case ShareBook():
-                self._sharing.changed()
+            case ShareBook(lacking=lacking):
+                self._sharing.changed(lacking=lacking)
             case Finish():
                 self._finish(effect)
             case _:

@@ -18,8 +18,7 @@ from kintsugi.protocol.wire import Envelope, MessageKind
 from kintsugi.simulation.directory import BookIndex, SharedDirectory
 from kintsugi.simulation.world import Action, World
 from kintsugi.transport.directory import Caller, Directory
-from kintsugi.transport.endpoint import FIRST_RESEND_S, LONGEST_RESEND_S
-from kintsugi.transport.rpc import Delivery, SavedReplies
+from kintsugi.transport.rpc import Delivery, RequestTimer, SavedReplies
 from kintsugi.types import Peer, Role, kind_of
 
 JOB = "simulated"
@@ -169,11 +168,13 @@ class SimulatedProcess:
 class SimulatedPending:
     """A pending request."""
 
-    __slots__ = ("body", "deadline", "done", "interval_s", "on_done", "process", "sequence")
+    __slots__ = ("body", "done", "on_done", "process", "sequence", "timer")
 
-    def __init__(self, process: str, body: Body, *, sequence: int, deadline: float, on_done: OnDone) -> None:
+    def __init__(
+        self, process: str, body: Body, *, sequence: int, timer: RequestTimer, on_done: OnDone
+    ) -> None:
         self.process, self.body, self.sequence = process, body, sequence
-        self.deadline, self.interval_s, self.on_done, self.done = deadline, FIRST_RESEND_S, on_done, False
+        self.timer, self.on_done, self.done = timer, on_done, False
 
 
 class SimulatedEndpoint:
@@ -252,11 +253,12 @@ class SimulatedEndpoint:
             on_done(None, error.cause or self._world.fault(type(error).__name__, process, str(error)))
             return
         sequence = self._sequences[process] = self._sequences.get(process, 0) + 1
-        deadline = self._world.now + deadline_s
-        pending = SimulatedPending(process, body, sequence=sequence, deadline=deadline, on_done=on_done)
+        now = self._world.now
+        timer = RequestTimer.begin(now, deadline_s=deadline_s)
+        pending = SimulatedPending(process, body, sequence=sequence, timer=timer, on_done=on_done)
         self._pending.setdefault(process, {})[sequence] = pending
         self._transmit(peer, sequence, _REQUEST, body)
-        self._owner.after(min(FIRST_RESEND_S, deadline_s), self._remind, pending)
+        self._owner.after(timer.due - now, self._remind, pending)
 
     def send(self, process: str, body: Body) -> bool:
         peer = self.directory.peers.get(process)
@@ -297,15 +299,14 @@ class SimulatedEndpoint:
             return
         now = self._world.now
         peer = self.directory.peers.get(pending.process)
-        if now >= pending.deadline or peer is None:
+        if peer is None or not pending.timer.fire(now):
             self._pending.get(pending.process, {}).pop(pending.sequence, None)
             what = f"no answer to {type(pending.body).__name__} in time"
             fault = self._world.fault("DeadlineExceeded", pending.process, what)
             self._settle(pending, None, fault)
             return
         self._transmit(peer, pending.sequence, _REQUEST, pending.body)
-        pending.interval_s = min(2 * pending.interval_s, LONGEST_RESEND_S)
-        self._owner.after(min(pending.interval_s, pending.deadline - now), self._remind, pending)
+        self._owner.after(pending.timer.due - now, self._remind, pending)
 
     @staticmethod
     def _settle(pending: SimulatedPending, body: Body | None, fault: Fault | None) -> None:

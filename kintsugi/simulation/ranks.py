@@ -13,11 +13,11 @@ generation is joined once all its ranks have arrived, or have not.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from kintsugi.errors import Fault, GroupBroken, KintsugiError, RefusedError
-from kintsugi.model.seats import Mesh, Seat, seat_of
+from kintsugi.model.seats import Mesh, Seat, holder_of, seat_of
 from kintsugi.protocol.membership import Ok
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.recovery import (
@@ -133,6 +133,14 @@ class HostMemory:
             if step >= state.step or step != max([each for each in steps if each < state.step]):
                 del self.replicas[state.box, step]
         self.replicas[state.box, state.step] = state
+
+    def forget_before(self, step: int, *, living: Collection[str]) -> None:
+        """As `cluster.agent`: no group returns to an earlier step, and living ranks remove their own snapshots."""
+        for key in [key for key in self.replicas if key[1] < step]:
+            del self.replicas[key]
+        for owner, held in list(self.snapshots.items()):
+            if holder_of(owner) not in living and all(each.step < step for each in held):
+                del self.snapshots[owner]
 
 
 class SimulatedRank(SimulatedWorker):

@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from kintsugi.errors import IntegrityError, RefusedError, WorldError
+from kintsugi.errors import IntegrityError, RefusedError, WorldError, no_source
 from kintsugi.model.seats import UNCUT, Mesh, Seat, seat_of, snapshots_of
 from kintsugi.protocol.recovery import BoxCopies, RankReady, RebuildGroup
 from kintsugi.recovery.rank import SNAPSHOT_PREFIX, Flow
@@ -263,7 +263,7 @@ class ReplayAdapter:
         self._keep(self._snapshot(step, self._stage, committed=True))
 
     def _load(self, step: int, copies: BoxCopies, *, begun: str) -> ReplaySnapshot:
-        failures = []
+        failures: list[tuple[str, WorldError]] = []
         for copy in copies.copies:
             try:
                 if copy.source.startswith(SNAPSHOT_PREFIX):
@@ -275,10 +275,13 @@ class ReplayAdapter:
                 if (held.step, held.box) != (step, copies.box) or not is_right:
                     raise IntegrityError(f"expected box {copies.box!r} of step {step}, got {held}")
             except WorldError as error:
-                failures.append(f"{copy.source}: {error}")
+                failures.append((copy.source, error))
             else:
                 return held
-        raise RefusedError(f"box {copies.box!r} of step {step} is nowhere: {'; '.join(failures)}")
+        tried = "; ".join(f"{source}: {error}" for source, error in failures)
+        raise no_source(
+            f"box {copies.box!r} of step {step} is nowhere: {tried}", [error for _, error in failures]
+        )
 
     def repair(self, step: int, *, source: str, digest: str) -> None:
         found = self._find(step, source=source, digest=digest)

@@ -28,7 +28,7 @@ from kintsugi.errors import IntegrityError
 from kintsugi.model.arrays import Array, namespace, zeros
 from kintsugi.model.seats import WHOLE, Mesh, Seat, seat_of, sources_of
 from kintsugi.training.group import Group, Groups
-from kintsugi.training.layout import ALIGNMENT, Layout, LayoutPart
+from kintsugi.training.layout import ALIGNMENT, Layout, LayoutPart, LayoutSlot
 from kintsugi.training.norms import gradient_norm
 from kintsugi.training.reduction import PIECE_ELEMENTS, Cut
 
@@ -150,6 +150,21 @@ class Box:
             for stretch in self.stretches(name):
                 stretch.within(row)[...] = stretch.of_whole(whole)
 
+    def own_elements(self, slot: LayoutSlot, part: str) -> tuple[range, range]:
+        """Elements of a parameter that the box has: their places in a row of the box, and in the parameter."""
+        decayed, plain = self.stretches(part)
+        stretch = decayed if slot.start < self.layout.parts[part].decayed_stop else plain
+        first = max(slot.start, stretch.own.start)
+        stop = max(first, min(slot.start + math.prod(slot.shape), stretch.own.stop))
+        place = stretch.place + first - stretch.own.start
+        return range(place, place + stop - first), range(first - slot.start, stop - slot.start)
+
+    def take_parameter(self, row: Any, slot: LayoutSlot, whole: Any, *, part: str) -> None:
+        """Fill the box's row with its elements of one parameter of a model."""
+        into, own = self.own_elements(slot, part)
+        if own:
+            row[into.start : into.stop] = whole.reshape(-1)[own.start : own.stop]
+
     def own_gradient(self, part: str, gradient: Any) -> Any:
         """The box's elements of the gradient of one model; the gradient itself where the box is everything."""
         if self.is_whole:
@@ -173,21 +188,15 @@ class Box:
     def _own_slots(self) -> Iterator[tuple[str, tuple[int, ...] | None, int, int]]:
         """Name, shape (None for a part of a tensor) and place in a row, of each tensor that lies in the box."""
         for part, each in self.layout.parts.items():
-            decayed, plain = self.stretches(part)
             for slot in each.slots:
-                size = math.prod(slot.shape)
-                stretch = decayed if slot.start < each.decayed_stop else plain
-                first = max(slot.start, stretch.own.start)
-                stop = min(slot.start + size, stretch.own.stop)
-                if first >= stop:
+                place, own = self.own_elements(slot, part)
+                if not own:
                     continue
-                start = stretch.place + first - stretch.own.start
                 name = each.prefix + slot.name
-                if stop - first == size:
-                    yield name, slot.shape, start, start + size
+                if len(own) == math.prod(slot.shape):
+                    yield name, slot.shape, place.start, place.stop
                 else:
-                    mark = f"{PART_MARK}{first - slot.start}"
-                    yield name + mark, None, start, start + stop - first
+                    yield f"{name}{PART_MARK}{own.start}", None, place.start, place.stop
 
     def zero_filling(self, flat: Any) -> None:
         """Zero the elements of a state that belong to no parameter, before it is read by names."""

@@ -93,6 +93,8 @@ class CheckpointDelivery:
         self._fetching: tuple[Path, dict[str, int]] = Path(), {}
         self._arrived: set[tuple[int, int]] = set()
         """File and offset of the pieces that a fetch which was interrupted has written."""
+        for left in folder.glob(f"{WRITTEN}{process}-*"):  # By a predecessor that was killed.
+            shutil.rmtree(left, ignore_errors=True)
 
     # To the run folder.
 
@@ -130,11 +132,7 @@ class CheckpointDelivery:
     ) -> tuple[str, StoredFile]:
         """Have the box of this rank written on this host, and bring it to the run folder; return its entry in the
         manifest. Nothing of it stays here."""
-        number = next(self._numbers)
-        if number == 0:  # A killed predecessor may have left something.
-            for earlier in self.folder.glob(f"{WRITTEN}{self._process}-*"):
-                shutil.rmtree(earlier, ignore_errors=True)
-        folder = self.folder / f"{WRITTEN}{self._process}-{number}"
+        folder = self.folder / f"{WRITTEN}{self._process}-{next(self._numbers)}"
         try:
             name, stored = write(folder)
             self._send_files([folder / name], step=step, check=check)

@@ -101,7 +101,7 @@ class Framework(Protocol):
         ranks; where weights are gathered layer by layer, of all ranks, which read them in one order."""
         ...
 
-    def device_publisher(self, config: Config, *, host: str) -> DevicePublisher | None:
+    def device_publisher(self, state: RankState, config: Config, *, host: str) -> DevicePublisher | None:
         """Memory of the accelerator that servers can map; None without one."""
         ...
 

@@ -7,13 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kintsugi.training.boxes import Box
+from kintsugi.training.boxes import GATHER_TIMEOUT_S, Box
 from kintsugi.training.group import Group
 from kintsugi.training.layout import LayoutSlot
 from kintsugi.training.units import span_of
-
-GATHER_TIMEOUT_S = 75.0
-"""Limit for one weight: a library may keep one of the ranks for a minute."""
 
 
 class GatheredWeights(Mapping[str, Tensor]):

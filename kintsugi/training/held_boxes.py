@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from kintsugi.checkpoint.snapshot import HeldSnapshots, Snapshots, SnapshotSegments, SnapshotSlot, find_slot
 from kintsugi.checkpoint.store import PART_MARK, tensor_of
-from kintsugi.errors import GroupBroken, IntegrityError, RefusedError, WorldError
+from kintsugi.errors import GroupBroken, IntegrityError, RefusedError, WorldError, no_source
 from kintsugi.model.arrays import Array
 from kintsugi.model.seats import Seat
 from kintsugi.protocol.recovery import BoxCopies
@@ -183,7 +183,7 @@ class BoxReader:
         """The box from the first place that has it. With `stage` it is not the one that was committed but the one with
         which this stage has begun."""
         form, digest = self.form(Seat.of(copies.box)), "" if stage else copies.digest
-        failures: list[str] = []
+        failures: list[tuple[str, WorldError]] = []
         for copy in copies.copies:
             try:
                 if copy.source.startswith(SNAPSHOT_PREFIX):
@@ -194,9 +194,10 @@ class BoxReader:
             except GroupBroken:
                 raise
             except WorldError as error:
-                failures.append(f"{copy.source}: {error}")
-        tried = "; ".join(failures) or "no place is known"
-        raise RefusedError(f"box {copies.box or 'with everything'} of step {step} is nowhere: {tried}")
+                failures.append((copy.source, error))
+        tried = "; ".join(f"{source}: {error}" for source, error in failures) or "no place is known"
+        what = f"box {copies.box or 'with everything'} of step {step} is nowhere: {tried}"
+        raise no_source(what, [error for _, error in failures])
 
 
 class Assembly:

@@ -1,4 +1,4 @@
-"""The latest answer for which all ranks gathered weights: what a rank tells a master that asks again.
+"""Answers for which all ranks gathered weights of a step: what a rank tells a master that asks again.
 
 A rank that has answered an earlier master does not wait for the others when the next one asks for the same. The next
 one may have planned another publication, as other servers live. A rank that carried it out would gather weights without
@@ -20,22 +20,26 @@ Joint = Publish | HashWeights | EvaluatePairs
 
 
 class JointAnswer:
-    """One rank's memory of the last of these requests."""
+    """One rank's memory of these requests, of the latest step in the latest group. A new master may not know how far
+    the one before had come, so it may ask for any of them."""
 
     def __init__(self) -> None:
-        self._last: tuple[int, int, Joint, Body] | None = None
+        self._place = -1, -1
+        """Group and step."""
+        self._given: list[tuple[Joint, Body]] = []
 
     def once(self, request: Joint, *, group: int, step: int, answer: Callable[[], Body]) -> Body:
-        """Return the answer to a request, which `answer` computes if this is no repetition of the last one.
+        """Return the answer to a request, which `answer` computes if this is no repetition of an earlier one.
         RefusedError for another order to publish the same step in the same group."""
-        if self._last is not None and self._last[:2] == (group, step):
-            _, _, last, given = self._last
-            if last == request:
+        if self._place != (group, step):
+            self._place, self._given = (group, step), []
+        for earlier, given in self._given:
+            if earlier == request:
                 return given
-            if isinstance(last, Publish) and isinstance(request, Publish) and request.step == step:
+            if isinstance(earlier, Publish) and isinstance(request, Publish) and request.step == step:
                 raise RefusedError(
                     f"the weights of step {step} were gathered for another order; the group has to be formed again"
                 )
         computed = answer()
-        self._last = group, step, request, computed
+        self._given.append((request, computed))
         return computed

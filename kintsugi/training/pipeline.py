@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kintsugi.model.gradient_roots import gradient_root
 from kintsugi.model.transformer import Transformer
 from kintsugi.training.batch import MicroBatch
 from kintsugi.training.group import Groups
@@ -178,11 +179,12 @@ def learning_pass(
         batch = batches[action.batch]
         if action.work is Work.BACKWARD:
             hidden, output, found = begun.pop(action.batch)
-            output.backward(None if part.is_last else neighbours.receive_gradient(batch))
+            root = output if part.is_last else gradient_root([output], [neighbours.receive_gradient(batch)])
+            root.backward()
             neighbours.send_gradient(hidden)
             if action.batch == len(batches) - 1:
                 neighbours.await_sent()
-            del hidden, output
+            del hidden, output, root
             if tied is None:
                 yield found
             else:

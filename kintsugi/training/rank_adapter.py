@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kintsugi.config.stages import Stage
-from kintsugi.errors import GroupBroken, IntegrityError, RefusedError, WorldError
+from kintsugi.errors import GroupBroken, IntegrityError, RefusedError, WorldError, no_source
 from kintsugi.model.arrays import Array
 from kintsugi.protocol.recovery import BoxCopies, MeshShape, RankReady, RebuildGroup
 from kintsugi.recovery.rank import SNAPSHOT_PREFIX, Flow
@@ -184,7 +184,7 @@ class RankAdapter(ABC):
             try:
                 self._state.assemble(step, boxes=boxes, reader=reader, stages=self._stages, begun=begun)
             except RefusedError as second:
-                raise RefusedError(f"{second}; as it was committed: {first}") from second
+                raise no_source(f"{second}; as it was committed: {first}", [first, second]) from second
         self._forget()
 
     @abstractmethod

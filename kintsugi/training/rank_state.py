@@ -174,6 +174,9 @@ class RankState(ABC):
     def _move_reference(self, step: int) -> None:
         """Update a reference that follows the actor, once the weights of the step are final."""
 
+    def _begin_change(self) -> None:  # noqa: B027 - only an accelerator may share the weights.
+        """Announce that the weights in the compute type are about to change."""
+
     @abstractmethod
     def _weights_changed(self, *, reference: Any) -> None:
         """Refresh what depends on the live state after it was replaced; `reference` is the frozen one."""
@@ -205,6 +208,7 @@ class RankState(ABC):
         self._live[...] = 0
         self._take_initial(fill)
         self._committed_digest = ""
+        self._begin_change()
         self._weights_changed(reference=None)
 
     @property
@@ -241,10 +245,14 @@ class RankState(ABC):
         return None
 
     def release(self) -> Snapshots:
-        """End the life of this state, whose process takes another seat: its memory is free, its snapshots stay."""
-        self._copies.drop_prepared()  # Also one that waits for a save: no rank returns to it.
-        self._weights = self._moments = self._reference = None
-        return self._snapshots
+        """End the life of this state, whose process takes another seat: its memory is free, its snapshots stay as long
+        as the caller keeps them. This object may live on, in a cycle of references."""
+        self._begin_change()
+        self._copies.release()
+        self._live = self._weights = self._moments = self._reference = self.gradient = None
+        snapshots = self._snapshots
+        del self._snapshots
+        return snapshots
 
     @property
     def model_part(self) -> ModelPart:
@@ -372,6 +380,7 @@ class RankState(ABC):
         assert self.prepared_step is None, f"step {self.prepared_step} is prepared and waits for its commit"
         assert self._copies.committed is not None, "a stage was started"
         self._copies.settle(check)
+        self._begin_change()
         self._updating, self._between_calls = True, False
 
     def pause_update(self) -> None:
@@ -666,6 +675,7 @@ class RankState(ABC):
         self._committed_digest, self._prepared_digest = digest, ""
         self._stage = stage
         self._updating = self._between_calls = False
+        self._begin_change()
         self._weights_changed(reference=reference)
 
     def _adopt_prepared(self) -> None:
@@ -677,6 +687,7 @@ class RankState(ABC):
         self._copies.load()
         self._counters = self._committed
         self._updating = self._between_calls = False
+        self._begin_change()
         self._weights_changed(reference=self._reference)
 
     def _committed_tensor(self) -> Any:

@@ -334,6 +334,13 @@ class StateSnapshots:
             self._snapshots.slots[self._prepared].clear()
             self._prepared = None
 
+    def release(self) -> None:
+        """Give up the live state and the views of the slots. A prepared copy is dropped, also one that waits for a
+        save: no rank returns to it."""
+        self.drop_prepared()
+        self._views.clear()
+        del self._live, self._snapshots
+
     def load(self) -> None:
         """Make the live state the committed one again."""
         assert self._committed is not None

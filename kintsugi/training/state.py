@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from kintsugi.checkpoint.snapshot import Snapshots, SnapshotSegments
 from kintsugi.config.schema import ActorSection
@@ -33,7 +34,13 @@ from kintsugi.runtime.peak_memory import PARAMETERS, PEAKS
 from kintsugi.training.boxes import GATHER_TIMEOUT_S, Box
 from kintsugi.training.gathered_weights import GatheredWeights
 from kintsugi.training.group import Group, Groups
-from kintsugi.training.initial_weights import Weights, critic_weights, new_model, reference_weights
+from kintsugi.training.initial_weights import (
+    PassingParameters,
+    Weights,
+    critic_weights,
+    new_model,
+    reference_weights,
+)
 from kintsugi.training.layout import ACTOR, CRITIC, LayoutPart, LayoutSlot, reference_by_name
 from kintsugi.training.rank_state import RankState, lay_out
 from kintsugi.training.tensor_row import TensorRow
@@ -42,6 +49,7 @@ from kintsugi.training.unit_gradients import UnitGradients
 from kintsugi.training.unit_pass import UnitPass
 from kintsugi.training.unit_weights import UnitWeights
 from kintsugi.training.units import units_of
+from kintsugi.weights.transports.device import SharedWeights
 
 
 class TrainingState(RankState):
@@ -62,12 +70,17 @@ class TrainingState(RankState):
         mesh: Mesh | None = None,
         tensors: TensorGroup | None = None,
         gathers_layers: bool = False,
+        shares_weights: bool = False,
+        keeps_initial: bool = True,
     ) -> None:
-        """Take over `model` (fp32): its parameters become views of the flat weights. Snapshots of the state are stored
+        """Take over `model` (fp32): its parameters become views of the flat weights; it may have no memory, where
+        `fill_initial` or a repair follows. Snapshots of the state are stored
         under the name of `process` in the host's `segments`, or in private memory. With `recompute` the trained models
         keep no activations within their layers. `seat` tells which box of the state this rank holds in `mesh`. With
         `tensors` all models are computed in its logical slices, of which `model` has this rank's. With `gathers_layers`
-        this rank has no whole weights of its own (`unit_pass.py`)."""
+        this rank has no whole weights of its own (`unit_pass.py`). With `shares_weights` the weights that it computes
+        with are in memory that servers on the device can read, where they are apart from the state. `keeps_initial`:
+        whether the first stage may begin with initial weights of the actor, where no rank keeps whole weights."""
         assert model.dtype == torch.float32, f"master weights are float32, got {model.dtype}"
         assert not gathers_layers or (seat.shards > 1 and seat.mesh.model_ranks == 1 and tensors is None)
         self._tensors, self._gathers_layers = tensors, gathers_layers
@@ -85,8 +98,10 @@ class TrainingState(RankState):
             mesh=mesh,
             slices=slices,
         )
+        initial = dict(model.named_parameters()) if model.has_memory else {}
         if self._box.is_whole:
-            layout.actor.fill(self._weights, dict(model.named_parameters()))
+            if initial:
+                layout.actor.fill(self._weights, initial)
             point(model, layout.actor, weights=self._weights)
         self.model = model
         if compute_dtype != torch.float32:
@@ -100,18 +115,27 @@ class TrainingState(RankState):
         )
         self._copy = _embedding_of(self.model) if self.model_part.has_copy else {}
         for name, parameter in self._copy.items():
-            parameter.data.copy_(dict(model.named_parameters())[name].data)
+            memory = parameter.data.new_zeros(parameter.shape)
+            parameter.data = memory.copy_(initial[name].data) if initial else memory
             parameter.requires_grad = False
         self._initial: Tensor | None = None
         """Initial weights of the actor in the compute type, where no whole weights are kept: until the first stage has
         begun, whose reference and critic may begin with them."""
         self._tied: dict[str, TiedGradient] = {}
         self._passes: dict[str, UnitPass] = {}
-        self._compute_weights = self._whole_weights(model, dtype=compute_dtype)
+        self.shared_weights: SharedWeights | None = None
+        """Memory of the weights in the compute type, where servers on the device can read them there."""
+        if shares_weights and seat.is_whole and compute_dtype != torch.float32:
+            size = self._layout.num_parameters * compute_dtype.itemsize
+            self.shared_weights = SharedWeights(size, device=self._live.device)
+        if gathers_layers and keeps_initial:
+            self._initial = self._weights.new_zeros(self._layout.num_parameters, dtype=compute_dtype)
+        self._compute_weights = self._whole_weights(compute_dtype)
+        if not self._box.is_whole:
+            for slot in layout.actor.slots if initial else ():
+                self._take_parameter(slot, initial[slot.name].detach())
         if gathers_layers:
             self.gradient = self._weights.new_zeros(self._box.num_parameters)
-            self._initial = self._compute_weights
-            self._compute_weights = self._weights.new_empty(0, dtype=compute_dtype)
             self._passes = {name: self._unit_pass(name, each) for name, each in self._trained.items()}
         else:
             self._attach_models(recompute=recompute)
@@ -139,14 +163,22 @@ class TrainingState(RankState):
                 totals = parts[name].views(self.gradient)
                 self._tied[name] = TiedGradient(each, [(apart[own], totals[own]) for own in apart])
 
-    def _whole_weights(self, model: Transformer, *, dtype: torch.dtype) -> Tensor:
-        """Initial weights of all models in the compute type; the box gets its elements of them."""
+    def _whole_weights(self, dtype: torch.dtype) -> Tensor:
+        """Memory of the whole weights of all models in the compute type, with those of the state if that is whole."""
+        if self.shared_weights is not None:
+            return self.shared_weights.flat(dtype).copy_(self._weights)
         if self._box.is_whole:
             return self._weights.to(dtype)
-        whole = self._weights.new_zeros(self._layout.num_parameters)
-        self._layout.actor.fill(whole, dict(model.named_parameters()))
-        self._box.take(self._weights, whole)
-        return whole.to(dtype)
+        size = 0 if self._gathers_layers else self._layout.num_parameters
+        return self._weights.new_zeros(size, dtype=dtype)
+
+    def _take_parameter(self, slot: LayoutSlot, whole: Tensor, *, part: str = ACTOR) -> None:
+        """Take one initial parameter of a model: the elements of the box, and all of it in the compute type."""
+        self._box.take_parameter(self._weights, slot, whole, part=part)
+        if not self._gathers_layers:
+            slot.view(self._compute_weights).copy_(whole)
+        elif self._initial is not None and part == ACTOR:
+            slot.view(self._initial).copy_(whole)
 
     def enter_mesh(self, mesh: Mesh) -> None:
         super().enter_mesh(mesh)
@@ -178,6 +210,7 @@ class TrainingState(RankState):
             device=self._live.device,
             seat=self.seat,
             tensors=self._tensors,
+            has_memory=False,
         )
 
     def trained(self, part: str) -> Transformer:
@@ -281,10 +314,12 @@ class TrainingState(RankState):
 
     def resident(self) -> list[Tensor]:
         """All tensors that stay on the device between calls; several may share a storage."""
-        models = (self.model, self._critic, self._reference_model)
-        parameters = [each for model in models if model is not None for each in model.parameters()]
         frozen = [] if self._reference is None else [self._reference]
-        return [self._live, self.gradient, *parameters, *frozen]
+        return [self._live, self.gradient, *self._parameters(), *frozen]
+
+    def _parameters(self) -> list[Parameter]:
+        models = (self.model, self._critic, self._reference_model)
+        return [each for model in models if model is not None for each in model.parameters()]
 
     @property
     def free_device_bytes(self) -> int | None:
@@ -296,12 +331,16 @@ class TrainingState(RankState):
         return torch.cuda.mem_get_info(device)[0] + kept
 
     def release(self) -> Snapshots:
-        """End the life of this state: the memory that it has on the device is free at once."""
+        """End the life of this state: the memory that it has on the device, and on the host, is free at once."""
         tensors, snapshots = self.resident(), super().release()
         self._initial = None
+        self._compute_weights = self._compute_weights.new_empty(0)
         for storage in (tensor.untyped_storage() for tensor in tensors):
             if storage.resizable():
                 storage.resize_(0)
+        # A storage of which numpy has had a view can not be resized: it is free when no tensor has it any more.
+        for parameter in self._parameters():
+            parameter.data, parameter.grad = parameter.data.new_empty(0), None
         return snapshots
 
     def note_peak(self, part: str = "") -> None:
@@ -328,22 +367,25 @@ class TrainingState(RankState):
 
     def fill_initial(self, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
         super().fill_initial(fill)
-        if not self._box.is_whole and not self._gathers_layers:
-            self._compute_weights.copy_(self.gradient)
-            self.gradient.zero_()
         self._is_gathered = True
 
     def _take_initial(self, fill: Callable[[Mapping[str, Tensor]], None]) -> None:
-        row = self._weights
-        if self._gathers_layers:
-            row = self._weights.new_zeros(self._layout.num_parameters)
-        elif not self._box.is_whole:
-            row = self.gradient.zero_()  # Free memory, of the right size and type.
-        fill(self._layout.actor.views(row) | self._copy)
-        if not self._box.is_whole:
-            self._box.take(self._weights, row)
-        if self._gathers_layers:
-            self._initial = row.to(self.dtype)
+        if self._box.is_whole:
+            fill(self._layout.actor.views(self._weights) | self._copy)
+            return
+        self._compute_weights.zero_()
+        slots = list(self._layout.actor.slots)
+        if self._gathers_layers and self._initial is None:
+            slots = [slot for slot in slots if self._box.own_elements(slot, ACTOR)[0]]
+
+        def memory(slot: LayoutSlot) -> Tensor:
+            # A whole gradient is free memory.
+            return self._weights.new_empty(slot.shape) if self._gathers_layers else slot.view(self.gradient)
+
+        parameters = PassingParameters(slots, memory=memory, take=self._take_parameter, others=self._copy)
+        fill(parameters)
+        parameters.finish()
+        self.gradient.zero_()
 
     def start_stage(self, stage: Stage, *, step: int) -> None:
         super().start_stage(stage, step=step)
@@ -373,16 +415,10 @@ class TrainingState(RankState):
         if self._box.is_whole:
             super()._fill_critic(weights)
             return
-        part = self._layout.parts[CRITIC]
-        if self._gathers_layers:
-            whole = self._weights.new_zeros(self._layout.num_parameters)
-            part.fill(whole, weights)
-            self._box.take(self._weights, whole, CRITIC)
-            return
-        part.fill(self.gradient, weights)  # Free memory between two steps.
-        self._box.take(self._weights, self.gradient, CRITIC)
-        part.within(self._compute_weights).copy_(part.within(self.gradient))
-        part.within(self.gradient).zero_()
+        for slot in self._layout.parts[CRITIC].slots:
+            given = weights.get(slot.name)
+            whole = self._weights.new_zeros(slot.shape) if given is None else given.detach()
+            self._take_parameter(slot, whole, part=CRITIC)
 
     def _complete_update(self, part: str, *, before: Tensor, groups: Groups | None) -> Tensor:
         if self.seat.is_whole:
@@ -440,6 +476,10 @@ class TrainingState(RankState):
         elif number % settings.copy_every == 0:
             reference.copy_(actor)
         self._refresh_reference()
+
+    def _begin_change(self) -> None:
+        if self.shared_weights is not None:
+            self.shared_weights.begin_change()
 
     def _weights_changed(self, *, reference: Tensor | None) -> None:
         """Refresh the compute weights after the live tensor was replaced; `reference` is the frozen one."""

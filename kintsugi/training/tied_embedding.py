@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from kintsugi.model.gradient_roots import gradient_root
 from kintsugi.model.transformer import Transformer
 from kintsugi.training.group import Edge
 
@@ -48,7 +48,7 @@ class TiedGradient:
         for (parameter, _), held in zip(self._totals, self._held.popleft(), strict=True):
             parameter.grad = held
         parts = self._model.embedded_parts(tokens)
-        torch.autograd.backward(parts, [gradient] * len(parts))
+        gradient_root(parts, [gradient] * len(parts)).backward()
         for parameter, total in self._totals:
             assert parameter.grad is not None, "a backward pass has computed it"
             total.add_(parameter.grad)

@@ -9,13 +9,13 @@ import torch
 
 from kintsugi.checkpoint.snapshot import SnapshotSegments
 from kintsugi.config.schema import Config, ShareDevice
-from kintsugi.config.stages import Stage
+from kintsugi.config.stages import Stage, stages
 from kintsugi.device_lease.client import DeviceMemory
 from kintsugi.device_lease.memory import KeptMemory, MovedMemory, check_policy
 from kintsugi.model.arrays import Array
 from kintsugi.model.device import choose_device, identity, use_deterministic_kernels
 from kintsugi.model.device_usage import device_gauges
-from kintsugi.model.memory import published_versions
+from kintsugi.model.memory import published_versions, shares_weights
 from kintsugi.model.plan import plan_companions
 from kintsugi.model.seats import Mesh, mesh_of, seat_of, snapshots_of
 from kintsugi.protocol.training import RunCall
@@ -67,7 +67,7 @@ class TorchFramework:
         seat = seat_of(process, mesh or configured)
         tensors = tensor_group(seat, num_slices=config.actor.logical_slices)
         return TrainingState(
-            empty_model(config, device=self._device, seat=seat, tensors=tensors),
+            empty_model(config, device=self._device, seat=seat, tensors=tensors, has_memory=False),
             companions=plan_companions(config),
             compute_dtype=getattr(torch, config.actor.dtype),
             recompute=config.actor.recompute,
@@ -77,6 +77,8 @@ class TorchFramework:
             mesh=mesh,
             tensors=tensors,
             gathers_layers=config.actor.layout.gathers_layers and seat.shards > 1,
+            shares_weights=shares_weights(config) and self._device.type == "cuda",
+            keeps_initial=stages(config)[0].begins_as_actor,
         )
 
     def fill_initial(self, state: RankState, config: Config) -> None:
@@ -146,10 +148,15 @@ class TorchFramework:
             return weights
         return joined_weights(weights, shapes=state.weight_shapes, slices=state.slices, group=groups.tensors)
 
-    def device_publisher(self, config: Config, *, host: str) -> DevicePublisher | None:
+    def device_publisher(self, state: RankState, config: Config, *, host: str) -> DevicePublisher | None:
         if self._device.type != "cuda":
             return None
-        return DeviceSlots(self._device, host=host, versions_kept=published_versions(config))
+        return DeviceSlots(
+            self._device,
+            host=host,
+            versions_kept=published_versions(config),
+            shared=_own(state).shared_weights,
+        )
 
     def transports(
         self, *, process: str, store: str, keys: tuple[bytes, bytes], emit: Callable[[Event], None]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
+from kintsugi.model.gradient_roots import gradient_root
 from kintsugi.model.transformer import DecoderLayer, PackedPass, Transformer
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.training.batch import MicroBatch
@@ -188,7 +189,7 @@ class UnitPass:
         def backward(place: int) -> None:
             check()
             hidden = _leaf(inputs[place])
-            layer.whole(hidden, shared[place]).backward(stream[place])
+            gradient_root([layer.whole(hidden, shared[place])], [_known(stream[place])]).backward()
             stream[place] = hidden.grad
 
         return backward
@@ -207,13 +208,13 @@ class UnitPass:
         def backward(place: int) -> None:
             check()
             roots: list[Tensor] = [self._model.model.embed_tokens(batches[place].tokens)]
-            gradients = [stream[place]]
+            gradients = [_known(stream[place])]
             if self._is_tied:
                 self._model.residual = last[place]
                 again = loss(batches[place]).loss
                 if again.requires_grad:
-                    roots, gradients = [*roots, again], [*gradients, None]
-            torch.autograd.backward(roots, gradients)
+                    roots, gradients = [*roots, again], [*gradients, torch.ones_like(again)]
+            gradient_root(roots, gradients).backward()
             stream[place] = None
 
         return backward
@@ -224,5 +225,9 @@ class UnitPass:
 
 
 def _leaf(tensor: Tensor | None) -> Tensor:
+    return _known(tensor).detach().requires_grad_(True)
+
+
+def _known(tensor: Tensor | None) -> Tensor:
     assert tensor is not None, "every micro-batch has passed through the unit before"
-    return tensor.detach().requires_grad_(True)
+    return tensor

@@ -103,7 +103,7 @@ from kintsugi.training.stage_weights import stage_weights_sha256
 from kintsugi.training.state_transfer import StateFetcher, StateSource
 from kintsugi.transport import Delivery, Reply, subject
 from kintsugi.transport.store import StoreServer
-from kintsugi.types import Peer, Role, process_id, role_of, ticket_of
+from kintsugi.types import Peer, Role, is_process, process_id, role_of, ticket_of
 from kintsugi.weights.manifest import layout_of, manifest_of, weights_sha256
 from kintsugi.weights.publish import Publisher, share_of
 from kintsugi.weights.transports.relay import RelayTransport
@@ -522,9 +522,9 @@ class ModelWorker:
         if not request.transports:
             weights.finish()
             return Published(manifest_of((), version=request.version, step=request.step), ())
-        # Memory that servers map is filled at once.
-        held = dict(weights) if "in_place" in request.transports else weights
-        manifest, sources = self._publisher.publish(held, request, places=places, shapes=state.weight_shapes)
+        manifest, sources = self._publisher.publish(
+            weights, request, places=places, shapes=state.weight_shapes
+        )
         weights.finish()
         return Published(manifest, sources)
 
@@ -605,7 +605,7 @@ class ModelWorker:
             yield from self._tokenizer().files().items()
 
     def _load_state(self, step: int, source: str) -> tuple[StoredState, CopyCounters]:
-        if self._shell.peer(source) is None:
+        if not is_process(source):
             if self._delivery is not None:
                 stored, counters = self._delivery.open(Path(source), ask=self._ask, check=self._check)
             else:
@@ -754,6 +754,7 @@ def open_publisher(
     shell: Shell,
     bulk: BulkServer,
     framework: Framework,
+    state: RankState,
     config: Config,
     *,
     segments: SegmentClient | None,
@@ -772,7 +773,7 @@ def open_publisher(
         bulk=bulk,
         emit=emit,
         folder=RunFolder(shell.bootstrap.run_dir).published_weights_folder(shell.process).absolute(),
-        device=framework.device_publisher(config, host=host),
+        device=framework.device_publisher(state, config, host=host),
         transports=(
             *framework.transports(process=shell.process, store=store, keys=shell.keys, emit=emit),
             RelayTransport(submit, process=shell.process, agent=shell.bootstrap.agent, emit=emit),
@@ -815,7 +816,7 @@ def main(bootstrap: Bootstrap) -> int:
             server.admit(lambda key: shell.role_of_key(key) in (Role.MODEL, Role.SERVER))
             bulk = resources.enter_context(closing(open_bulk(shell)))
             publisher = open_publisher(
-                shell, bulk.server, framework, config, segments=segments, store=server.address
+                shell, bulk.server, framework, state, config, segments=segments, store=server.address
             )
             policy = config.cluster.share_device
             memory = framework.device_memory(state, policy=policy)

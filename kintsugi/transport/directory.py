@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 from zmq.utils import z85
 
-from kintsugi.errors import Fault, KintsugiError, ProcessDied, RefusedError
+from kintsugi.errors import Fault, KintsugiError, ProcessDied, UnknownPeer
 from kintsugi.protocol.membership import TERM_BITS, AddressBook
 from kintsugi.protocol.messages import Body
 from kintsugi.protocol.wire import ALLOWED_SENDERS, Envelope, MessageKind
@@ -89,7 +89,7 @@ class Directory:
         fault = self._gone.get(process)
         if fault is not None:
             return ProcessDied(f"{process}: {fault.message}", cause=fault)
-        return RefusedError(f"{process} is not in the address book of {self._process}")
+        return UnknownPeer(f"{process} is not in the address book of {self._process}")
 
     def admission(self, question: list[bytes]) -> list[bytes] | None:
         """Answer ZeroMQ's question (ZAP, RFC 27) whether a key may connect; None if the answer has to wait.

@@ -16,6 +16,7 @@ Only `poll`, `call` and `close` block, through `runtime.wait`. All methods but `
 from __future__ import annotations
 
 import heapq
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -41,7 +42,13 @@ from kintsugi.runtime.clock import SYSTEM_CLOCK, Clock
 from kintsugi.runtime.counters import COUNTERS
 from kintsugi.runtime.waits import wait
 from kintsugi.transport.directory import Caller, Directory
-from kintsugi.transport.rpc import Delivery, PendingReply, Reply, SavedReplies
+from kintsugi.transport.rpc import (
+    Delivery,
+    PendingReply,
+    Reply,
+    RequestTimer,
+    SavedReplies,
+)
 from kintsugi.transport.sockets import (
     NOBLOCK,
     QUEUED_MESSAGES,
@@ -59,8 +66,6 @@ from kintsugi.transport.sockets import (
 )
 from kintsugi.types import Peer, Role
 
-FIRST_RESEND_S = 0.25
-LONGEST_RESEND_S = 2.0
 DRAINED_MESSAGES = 256
 """Maximum of messages that are taken from one socket before the other sockets are served."""
 
@@ -215,7 +220,8 @@ class Endpoint:
         A request to a process that can not be reached is settled before this returns.
         """
         now = self._clock.monotonic()
-        pending = PendingReply(self, process, body, cause_id, on_done, now, now + deadline_s, FIRST_RESEND_S)
+        timer = RequestTimer.begin(now, deadline_s=deadline_s)
+        pending = PendingReply(self, process, body, cause_id, on_done, now, timer)
         if self._closing is not None:
             pending.settle(None, ProcessDied(self._closing.message, cause=self._closing))
             return pending
@@ -226,7 +232,7 @@ class Endpoint:
         pending.sequence = link.sequence = link.sequence + 1
         link.pending[pending.sequence] = pending
         self._transmit(link, pending.sequence, _REQUEST, body, cause_id)
-        self._set_timer(now + min(FIRST_RESEND_S, deadline_s), pending)
+        self._set_timer(pending)
         return pending
 
     def call(self, process: str, body: Body, *, deadline_s: float) -> Reply:
@@ -236,7 +242,9 @@ class Endpoint:
             link.socket, clock=self._clock
         ):
             self._drain_link(link)
-        wait(pending.attempt, whom=process, what=pending.what, timeout_s=deadline_s + 1.0, clock=self._clock)
+        while not pending.done:
+            left_s = pending.timer.deadline - self._clock.monotonic()
+            wait(pending.attempt, whom=process, what=pending.what, timeout_s=left_s + 1.0, clock=self._clock)
         return pending.result()
 
     def send(self, process: str, body: Body, *, cause_id: str | None = None) -> bool:
@@ -337,9 +345,9 @@ class Endpoint:
         return True
 
     def turn(self, timeout_s: float) -> None:
-        """Run one round of the loop; messages that arrive go to the inbox, for the next `poll`."""
-        if self._timers:
-            timeout_s = min(timeout_s, self._run_timers(self._clock.monotonic()))
+        """Run one round of the loop; messages that arrive go to the inbox, for the next `poll`. Replies that have
+        arrived are read before requests expire."""
+        timeout_s = min(timeout_s, self._until_timer_s())
         # A callback may close a descriptor and another one open a new file under its number. An event is therefore only
         # delivered to the callback that was watching when it was polled; the poller reports a readable file again.
         events = self._poller.poll(milliseconds(timeout_s))
@@ -352,6 +360,7 @@ class Endpoint:
                 self._drain_link(link)
             elif watcher is not None and self._watched.get(socket) is watcher:
                 watcher()
+        self._run_timers()
 
     def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
         """Call `callback` from the loop whenever the descriptor is readable (a pidfd, a signalfd, a pipe)."""
@@ -389,37 +398,35 @@ class Endpoint:
         self._context.destroy(linger=milliseconds(remaining_s))
         return True
 
-    def _set_timer(self, due: float, pending: PendingReply) -> None:
+    def _set_timer(self, pending: PendingReply) -> None:
         self._num_timers += 1
-        heapq.heappush(self._timers, (due, self._num_timers, pending))
+        heapq.heappush(self._timers, (pending.timer.due, self._num_timers, pending))
 
-    def _run_timers(self, now: float) -> float:
-        """Repeat or expire the requests that are due; return how long the loop may wait afterwards."""
+    def _until_timer_s(self) -> float:
+        """Return how long the loop may wait for events."""
         timers = self._timers
-        next_s = LONGEST_RESEND_S
-        while timers:
-            due, _, pending = timers[0]
-            if due > now and not pending.done:
-                return min(next_s, due - now)
+        while timers and timers[0][2].done:
             heapq.heappop(timers)
-            if not pending.done and self._repeat_or_expire(pending, now):
-                # The loop must return, so that a caller that waits for the request sees its end.
-                next_s = 0.0
-        return next_s
+        return max(0.0, timers[0][0] - self._clock.monotonic()) if timers else math.inf
 
-    def _repeat_or_expire(self, pending: PendingReply, now: float) -> bool:
-        """Send a request again, or end it when its deadline has passed (True)."""
+    def _run_timers(self) -> None:
+        """Repeat or expire the requests that are due."""
+        now = self._clock.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            _, _, pending = heapq.heappop(self._timers)
+            if not pending.done:
+                self._repeat_or_expire(pending, now)
+
+    def _repeat_or_expire(self, pending: PendingReply, now: float) -> None:
         link = self._links[pending.process]
-        if now >= pending.deadline:
+        if pending.timer.fire(now):
+            COUNTERS.add("transport.resent")
+            self._transmit_request(link, pending)
+            self._set_timer(pending)
+        else:
             del link.pending[pending.sequence]
             waited_s = now - pending.since
             pending.settle(None, DeadlineExceeded(whom=pending.process, what=pending.what, waited_s=waited_s))
-            return True
-        COUNTERS.add("transport.resent")
-        self._transmit_request(link, pending)
-        pending.interval_s = max(pending.interval_s, min(2 * pending.interval_s, LONGEST_RESEND_S))
-        self._set_timer(min(now + pending.interval_s, pending.deadline), pending)
-        return False
 
     # Receiving.
 

@@ -20,6 +20,13 @@ from kintsugi.types import Peer
 
 BodyType = TypeVar("BodyType", bound=Body)
 
+FIRST_RESEND_S = 0.25
+LONGEST_RESEND_S = 2.0
+LATE_S = 0.5
+"""A timer that fires this much later than it was due shows that its own process did not run meanwhile: answers that
+have arrived were not read, and lost messages were not sent again."""
+LAST_ANSWER_S = 1.0
+"""Time for an answer that a process has after such a pause, if its deadline has passed in it."""
 SLOW_S = 1.0
 """A request that takes longer is recorded as a span."""
 SAVED_REPLIES = 512
@@ -69,6 +76,38 @@ def subject(body: Body) -> dict[str, object]:
     }
 
 
+class RequestTimer(msgspec.Struct, eq=False):
+    """When a request is sent again, and when it expires. Pure: the real endpoint and the simulated one use it.
+
+    The deadline is a limit for the peer, so a pause of the own process does not count: after one the request is sent
+    once more, and expires later by as much.
+    """
+
+    due: float
+    """When it is sent again, or expires."""
+    deadline: float
+    interval_s: float = FIRST_RESEND_S
+    is_extended: bool = False
+    """Whether it was given `LAST_ANSWER_S`; once, so that the process's own pauses can not keep it open for ever."""
+
+    @classmethod
+    def begin(cls, now: float, *, deadline_s: float) -> RequestTimer:
+        return cls(now + min(FIRST_RESEND_S, deadline_s), now + deadline_s)
+
+    def fire(self, now: float) -> bool:
+        """Return whether the request is to be sent again now, and set the next time; False if it has expired."""
+        if now - self.due > LATE_S:
+            left_s = self.deadline - self.due
+            if left_s < LAST_ANSWER_S and not self.is_extended:
+                left_s, self.is_extended = LAST_ANSWER_S, True
+            self.deadline = now + left_s
+        if now >= self.deadline:
+            return False
+        self.interval_s = min(2 * self.interval_s, LONGEST_RESEND_S)
+        self.due = min(now + self.interval_s, self.deadline)
+        return True
+
+
 class EndpointTurn(Protocol):
     """The part of an endpoint that a pending reply uses: one round of its loop."""
 
@@ -84,9 +123,7 @@ class PendingReply(msgspec.Struct, eq=False):
     cause_id: str | None
     on_done: Callable[[PendingReply], None] | None
     since: float
-    deadline: float
-    interval_s: float
-    """Time until it is sent again."""
+    timer: RequestTimer
     sequence: int = 0
     done: bool = False
     reply: Reply | None = None
@@ -116,10 +153,12 @@ class PendingReply(msgspec.Struct, eq=False):
             self.on_done(self)
 
     def attempt(self, remaining_s: float) -> PendingReply | None:
-        """Run the endpoint's loop for at most this long; an attempt of `runtime.wait`."""
+        """Run the endpoint's loop for at most this long; an attempt of `runtime.wait`, which ends as well when the
+        deadline has been extended."""
+        deadline = self.timer.deadline
         if not self.done:
             self.endpoint.turn(remaining_s)
-        return self if self.done else None
+        return self if self.done or self.timer.deadline > deadline else None
 
 
 class SavedReply(msgspec.Struct, frozen=True, eq=False):

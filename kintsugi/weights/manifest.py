@@ -61,12 +61,12 @@ def describe_pieces(
     """Describe the tensors of `named` at these locations (name, offset and size), as `layout` returns them. Of slices
     (`model/tensor_slices.py`) `shapes` has those of the whole tensors."""
     found: list[Piece] = []
-    for together in _copied_together(places):
+    for together in copied_together(places):
         found += _described(named, together, mesh=mesh, into=into, shapes=shapes)
     return found
 
 
-def _copied_together(places: Iterable[tuple[str, int, int]]) -> Iterator[list[tuple[str, int, int]]]:
+def copied_together(places: Iterable[tuple[str, int, int]]) -> Iterator[list[tuple[str, int, int]]]:
     """Tensors that are copied at once: reading them may take memory (`GatheredWeights`)."""
     together: list[tuple[str, int, int]] = []
     for place in places:

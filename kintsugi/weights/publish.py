@@ -81,9 +81,19 @@ class DevicePublisher(Protocol):
         """Versions that are in the memory at the same time: one or two."""
         ...
 
-    def hold(self, named: Mapping[str, Array], *, version: int) -> tuple[Mapping[str, Array], WeightSource]:
-        """Copy the weights into memory that does not change until `versions_kept` versions later; return the copies and
-        their source."""
+    def before_change(self, withdraw: Callable[[], object]) -> None:
+        """Call a function before a version changes that `hold` did not copy."""
+        ...
+
+    def hold(
+        self,
+        named: Mapping[str, Array],
+        *,
+        version: int,
+        places: Sequence[tuple[str, int, int]] | None = None,
+    ) -> tuple[Mapping[str, Array], WeightSource]:
+        """Copy the weights into memory that does not change until `versions_kept` versions later, unless they are in
+        such memory already; return what is there and its source. Weights are read in the order of their `places`."""
         ...
 
 
@@ -119,6 +129,8 @@ class Publisher:
         self._has_shared_memory = True
         """False after the last version fell back to private memory."""
         self._versions: dict[int, VersionLayout] = {}
+        if device is not None:
+            device.before_change(self._withdraw_held)
 
     def publish(
         self,
@@ -129,9 +141,9 @@ class Publisher:
         places: Sequence[tuple[str, int, int]] | None = None,
         shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> tuple[WeightManifest, tuple[WeightSource, ...]]:
-        """Copy the weights and describe them; the model may change as soon as this returns. `places`: the layout of all
-        weights, where these are the share of this rank. `shapes` are those of whole weights, of which these may be
-        slices.
+        """Copy the weights and describe them; the model may change as soon as this returns, or after `before_change`
+        where the device's memory has them already. `places`: the layout of all weights, where these are the share of
+        this rank. `shapes` are those of whole weights, of which these may be slices.
 
         Versions from this one on, which a rollback may have left, are withdrawn first.
         """
@@ -140,7 +152,7 @@ class Publisher:
             self._withdraw(old)
         sources: list[WeightSource] = []
         if self._device is not None and "in_place" in order.transports:
-            named, source = self._device.hold(named, version=version)
+            named, source = self._device.hold(named, version=version, places=places)
             sources.append(source)
         version_layout, is_shared = self._copy_version(
             named, order, mesh=mesh, is_held=bool(sources), places=places, shapes=shapes
@@ -222,6 +234,11 @@ class Publisher:
         version_layout = self._versions.pop(version)
         if self._bulk is not None and version_layout.offer is not None:
             self._bulk.withdraw(version_layout.offer.export)
+
+    def _withdraw_held(self) -> None:
+        """Forget the versions that are only in the accelerator's memory: it changes."""
+        for version in [old for old, each in self._versions.items() if each.buffer is None]:
+            self._withdraw(version)
 
     def answer(self, request: FetchWeights) -> WeightsFetched:
         """Reply to a fetch by stream with the offer of the version."""

@@ -1,4 +1,5 @@
-"""A rank on a GPU holds at most 19 bytes per parameter besides activations; large blocks give equal bits."""
+"""A rank on a GPU holds at most 19 bytes per parameter besides activations, also where it publishes its weights for
+servers there; large blocks give equal bits."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ from kintsugi.training.packing import sample_of
 from kintsugi.training.process_group import ProcessGroup
 from kintsugi.training.state import TrainingState
 from kintsugi.types import Role
+from kintsugi.weights.manifest import build_manifest
+from kintsugi.weights.transports.device import DeviceSlots
 from tests.unit.training.test_model_calls import alone
 from tests.unit.training.world import Batch, in_world, new_batch, new_stage, new_state, run_call
 
@@ -83,7 +86,7 @@ def large_state() -> TrainingState:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
-    return TrainingState(model, compute_dtype=torch.bfloat16)
+    return TrainingState(model, compute_dtype=torch.bfloat16, shares_weights=True)
 
 
 def test_a_rank_of_half_a_billion_parameters_peaks_at_19_bytes_each_and_its_activations(
@@ -120,6 +123,12 @@ def test_a_rank_of_half_a_billion_parameters_peaks_at_19_bytes_each_and_its_acti
     before_publishing = torch.cuda.memory_allocated(CUDA)
     assert state.weights() and state.tensors()
     assert torch.cuda.memory_allocated(CUDA) <= before_publishing, "weights and state are handed out as views"
+    torch.cuda.reset_peak_memory_stats(CUDA)
+    slots = DeviceSlots(CUDA, host="host-0", versions_kept=1, shared=state.shared_weights)
+    held, source = slots.hold(state.weights(), version=2)
+    assert source.offsets and build_manifest(held, version=2, step=2, mesh={}).pieces
+    published = torch.cuda.max_memory_allocated(CUDA) - before_publishing
+    assert published <= 0.05 * parameters, "a version for servers on the card is not a copy"
 
 
 def long_batch() -> Batch:

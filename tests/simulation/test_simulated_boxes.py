@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.control.placement import ProcessPlan
-from kintsugi.control.processes import ProcessManager
+from kintsugi.control.phases.train import FORGET_EVERY
 from kintsugi.journal.facts import (
     CheckpointSaved,
+    IncidentClosed,
+    IncidentOpened,
     MeshChanged,
     ProcessJoined,
     RolledBack,
@@ -20,13 +21,16 @@ from kintsugi.simulation.campaign import LAYOUTS, Runner, SimulatedLayout, layou
 from kintsugi.simulation.cluster import SimulatedCluster, SimulationOutcome, undisturbed
 from kintsugi.simulation.faults import PlannedSimFault, SimulatedFaultKind, SimulatedFaultPlan
 
-SNAPSHOT_ELSEWHERE = 2700
-"""Seed in which a rank is lost on another host than its planned one, which is back when it is replaced."""
 BOX_LOST = 8
 """Seed in which the host of the only rank with a box is lost before another host has a copy."""
 
 RECUT = (1225, 30269)
 """Seeds with layouts in which the ranks form another mesh. 30269: a host without ranks has the only copy of a part."""
+
+BOOK_LOST = 30447
+"""Seed with layouts in which a replaced rank does not get the first address book, and repairs fail at once for that."""
+PAUSED_MASTER = 410051
+"""Seed with layouts in which the master does nothing for longer than a request's deadline, and an answer was lost."""
 
 
 def run(seed: int, *, workers: int = 6, shards: int = 2) -> SimulationOutcome:
@@ -62,18 +66,6 @@ def test_a_run_goes_back_when_one_box_has_no_holder_left_and_ends_with_the_same_
     outcome = run(BOX_LOST)
     assert any(isinstance(fact, RolledBack) for fact in outcome.facts)
     assert (outcome.outcome, outcome.violations) == ("finished", [])
-
-
-def test_a_replacement_is_placed_where_the_snapshot_of_its_box_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(SNAPSHOT_ELSEWHERE).violations == []
-    place = ProcessManager._host_for
-
-    def where_planned(manager: ProcessManager, plan: ProcessPlan) -> str | None:
-        manager._is_cut = False
-        return place(manager, plan)
-
-    monkeypatch.setattr(ProcessManager, "_host_for", where_planned)
-    assert run(SNAPSHOT_ELSEWHERE).violations != []
 
 
 @pytest.mark.parametrize("lost", [("model-1",), ("model-1", "model-2")])
@@ -121,11 +113,66 @@ def test_a_state_without_a_rank_for_each_part_is_cut_over_fewer_ranks_and_back()
     assert outcome.reference.weights_sha256 == reference.weights_sha256
 
 
+def test_the_loss_of_a_rank_without_a_seat_stops_no_other() -> None:
+    config = simulated_config(layout=SimulatedLayout(4, 1, 2, stages=2))
+    faults = [
+        PlannedSimFault(
+            SimulatedFaultKind.FAIL, agent, "StartProcess", "collecting", 2, about="model-3", times=50
+        )
+        for agent in ("agent-0", "agent-1")
+    ]
+    faults.append(PlannedSimFault(SimulatedFaultKind.KILL, "model-3", state="collecting", step=2))
+    faults.append(PlannedSimFault(SimulatedFaultKind.KILL, "model-2", state="training", step=6))
+    reference = undisturbed(config)
+    cluster = SimulatedCluster(config, seed=0, plan=SimulatedFaultPlan(faults), reference=reference)
+    outcome = cluster.run()
+    assert (outcome.outcome, outcome.violations, outcome.num_rollbacks) == ("finished", [], 0)
+    assert [fault.fired_in for fault in outcome.faults if fault.target == "model-2"] == ["training"]
+    lost = [
+        fact.incident
+        for fact in outcome.facts
+        if isinstance(fact, IncidentOpened) and fact.fault.process == "model-2"
+    ]
+    chosen = [
+        (fact.strategy, fact.reason)
+        for fact in outcome.facts
+        if isinstance(fact, StrategyChosen) and fact.incident in lost
+    ]
+    assert chosen == [("elastic", "model-2 had no seat: the group goes on without it")]
+    closed = [
+        fact.step for fact in outcome.facts if isinstance(fact, IncidentClosed) and fact.incident in lost
+    ]
+    assert closed == [7], "the step in which it was lost"
+
+
 @pytest.mark.parametrize("seed", RECUT)
 def test_disturbed_runs_in_which_the_state_is_cut_again_keep_every_invariant(seed: int) -> None:
     outcome = Runner(draws_layouts=True).run(seed)
     assert any(isinstance(fact, MeshChanged) for fact in outcome.facts)
     assert outcome.violations == []
+
+
+def test_hosts_forget_what_they_held_of_meshes_that_are_passed() -> None:
+    config = simulated_config(layout=SimulatedLayout(4, 4, 2))
+    faults = [
+        PlannedSimFault(
+            SimulatedFaultKind.FAIL, agent, "StartProcess", "collecting", 2, about="model-3", times=5
+        )
+        for agent in ("agent-0", "agent-1")
+    ]
+    faults.append(PlannedSimFault(SimulatedFaultKind.KILL, "model-3", state="collecting", step=2))
+    cluster = SimulatedCluster(config, seed=0, plan=SimulatedFaultPlan(faults))
+    outcome = cluster.run()
+    assert (outcome.outcome, outcome.violations) == ("finished", [])
+    assert any(isinstance(fact, MeshChanged) and fact.shards == 3 for fact in outcome.facts)
+    held = [step for host in cluster.hosts.values() for _, step in host.memory.replicas]
+    assert held and min(held) >= outcome.num_steps - FORGET_EVERY
+
+
+@pytest.mark.parametrize("seed", [BOOK_LOST, PAUSED_MASTER])
+def test_neither_a_lost_address_book_nor_a_pause_of_the_master_costs_a_step_or_a_rank(seed: int) -> None:
+    outcome = Runner(draws_layouts=True).run(seed)
+    assert (outcome.outcome, outcome.violations, outcome.num_rollbacks) == ("finished", [], 0)
 
 
 def test_layouts_are_drawn_for_each_seed_and_keep_every_invariant() -> None:

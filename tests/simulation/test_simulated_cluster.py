@@ -80,6 +80,30 @@ def test_a_process_that_one_call_keeps_for_thirty_seconds_is_not_replaced(proces
     assert (outcome.outcome, steps(outcome)) == ("finished", list(range(1, 11)))
 
 
+def test_a_master_that_one_call_keeps_beyond_a_deadline_ends_no_rank_whose_answer_was_lost_meanwhile() -> (
+    None
+):
+    """The answers of the ranks arrive in the pause of the master, but that of one is lost."""
+    hits = [
+        PlannedSimFault(SimulatedFaultKind.KILL, "model-1", state="training", step=4),
+        PlannedSimFault(
+            SimulatedFaultKind.PARTITION,
+            "model-0",
+            "master-0",
+            state="recovering: device stop",
+            duration_s=1.0,
+        ),
+        PlannedSimFault(
+            SimulatedFaultKind.BUSY, "master-0", state="recovering: device stop", duration_s=12.0
+        ),
+    ]
+    outcome = simulate(*hits)
+    assert {fault.kind for fault in outcome.faults} == {hit.kind for hit in hits}
+    lost = [fact.process for fact in outcome.facts if isinstance(fact, ProcessLost)]
+    assert (lost, outcome.violations) == (["model-1"], [])
+    assert (outcome.outcome, steps(outcome)) == ("finished", list(range(1, 11)))
+
+
 def test_a_process_that_one_call_keeps_for_ever_is_replaced() -> None:
     outcome = simulate(
         PlannedSimFault(SimulatedFaultKind.BUSY, "model-1", state="training", step=4, duration_s=1000.0)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from kintsugi.errors import LONGEST_MESSAGE, Fault, fault_of, root_first
+from kintsugi.errors import (
+    LONGEST_MESSAGE,
+    Fault,
+    RefusedError,
+    StorageError,
+    UnknownPeer,
+    fault_of,
+    no_source,
+    root_first,
+)
 
 
 def fault(id: str, kind: str, *, cause: Fault | None = None) -> Fault:
@@ -12,6 +21,13 @@ def fault(id: str, kind: str, *, cause: Fault | None = None) -> Fault:
 def test_a_fault_of_an_endless_message_says_how_it_begins() -> None:
     endless = fault_of(ValueError("x" * (1 << 20)), process="rollout-0", time=0.0)
     assert endless.message == "x" * LONGEST_MESSAGE + " …"
+
+
+def test_an_operation_that_lacked_an_address_says_so_also_when_only_a_cause_tells() -> None:
+    unknown = fault("a", "UnknownPeer")
+    failures = [StorageError("disk full"), RefusedError("box 0/2 is nowhere", cause=unknown)]
+    assert type(no_source("nowhere", failures)) is UnknownPeer
+    assert type(no_source("nowhere", failures[:1])) is RefusedError
 
 
 def test_a_cause_stands_before_its_consequences_whatever_the_order_they_came_in() -> None:

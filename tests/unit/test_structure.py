@@ -44,7 +44,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     }
     | {"page", "run_folder", "serving", "simulation"},
     "cluster": SHARED
-    | {"bulk", "checkpoint.store", "control.placement", "device_lease", "run_folder", "weights"},
+    | {"bulk", "checkpoint.snapshot", "checkpoint.store", "control.placement", "device_lease"}
+    | {"run_folder", "weights"},
     "config": GROUND
     | {"model", "telemetry.export", "data", "rollout", "control.placement", "graph.algorithms"},
     "control": SHARED
@@ -110,9 +111,9 @@ WITH_TORCH = frozenset(
     | {"weights.device_digests", "weights.digest_kernels"}
     | {f"model.{name}" for name in ("attention", "device", "device_errors", "device_usage", "huggingface")}
     | {f"model.{name}" for name in ("known_answer", "logprobs", "logprob_kernels", "rotary", "transformer")}
-    | {f"model.{name}" for name in ("fused_layers", "layer_kernels", "recompute")}
+    | {f"model.{name}" for name in ("fused_layers", "gradient_roots", "layer_kernels", "recompute")}
     | {f"model.{name}" for name in ("tensor_group", "sliced_logprobs", "sliced_transformer")}
-    | {"model.gguf_blocks", "model.import_gguf", "model.torch_internals"}
+    | {"model.torch_internals"}
 )
 """Modules that compute. All others are the control plane and must be importable without torch."""
 

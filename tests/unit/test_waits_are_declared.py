@@ -81,6 +81,10 @@ ALLOWED = {
     ("lab/injector/injector.py", "self._run.remote.connect(host)"): "the same method",
     ("lab/scenarios/runner.py", "run.remote.connect(host)"): "the same method",
     (
+        "model/gguf_weights.py",
+        "flush.result()",
+    ): "in the user's command, of its own thread, which brings a file to the disk",
+    (
         "model/sliced_logprobs.py",
         "(of_slice - rest).gather(0, settings.owners(targets)[None])",
     ): "of a tensor, on its device",

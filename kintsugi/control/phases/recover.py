@@ -38,6 +38,7 @@ from kintsugi.errors import (
     EndedByError,
     Fault,
     FaultClass,
+    UnknownPeer,
     classify,
     root_first,
 )
@@ -71,6 +72,8 @@ SLOW_STEPS = 5
 """Steps for which slow ranks keep an incident open; then it is closed with an alert."""
 MEETING_SHARE = 0.8
 """Share of the request deadline that the ranks have to form a group."""
+UNADDRESSED_ATTEMPTS = 5
+"""Repairs that may fail because addresses had not arrived, which says nothing of the state; after these they count."""
 REPAIR_ATTEMPTS = 3
 """Repairs that may fail before steps are undone: a holder of the state may be unreachable only briefly."""
 FIRST_PAUSE_S = 0.2
@@ -105,6 +108,8 @@ class RecoveryCoordinator:
         """Time at which a failed recovery is repeated."""
         self._dump_again = False
         """The last checkpoint is requested while another save is under way, which may be the answer."""
+        self._unaddressed: set[str] = set()
+        """Ranks that could not be repaired in this attempt because they lacked the address of a source."""
         self.step_s = 1.0
         """Duration of the last step."""
         self._usual_s: deque[float] = deque(maxlen=USUAL_STEPS)
@@ -174,6 +179,19 @@ class RecoveryCoordinator:
         self._decision.add_fact(StrategyChosen(incident.number, Strategy.CONTINUE, reason, ()))
         self._decision.explain(reason)
 
+    def goes_on_without(self, rank: str) -> bool:
+        """Whether the group loses nothing with a rank: one that has no seat in it. Its loss alone is an incident that
+        the next step closes; the group takes its successor back as it would have taken the rank."""
+        incident = self._incidents.current
+        if incident is None or self.active or not self.ranks or rank in self.ranks:
+            return False
+        reason = f"{rank} had no seat: the group goes on without it"
+        if tuple(incident.processes) == (rank,):
+            incident.strategy = Strategy.ELASTIC
+            self._decision.add_fact(StrategyChosen(incident.number, Strategy.ELASTIC, reason, ()))
+        self._decision.explain(reason)
+        return True
+
     def observe_start(self, seconds: float) -> None:
         """Record how long the start of the run took, as a measure for replacements."""
         self._incidents.start_s = max(self._incidents.start_s, seconds)
@@ -229,7 +247,7 @@ class RecoveryCoordinator:
     def begin(self, now: float) -> PhaseReport:
         """Bring all ranks to the last committed step: at the start, after a fault, after a takeover."""
         self._pending.withdraw_all(Purpose.OPERATION)
-        self._begin_at = math.inf
+        self._begin_at, self._unaddressed = math.inf, set()
         if self.protocol.state is _S.DUMPING:
             if not self._pending.is_asked(Purpose.DUMP):  # The rank that writes is lost as well.
                 return self._end(now)
@@ -290,6 +308,8 @@ class RecoveryCoordinator:
         """Take the failure of an operation or a model call at a live rank: repeat, or replace the rank first."""
         repairing = self.protocol.state is _S.REPAIRING and process in self.protocol.waits_for
         if repairing and fault.kind != DeadlineExceeded.__name__:
+            if fault.kind == UnknownPeer.__name__:
+                self._unaddressed.add(process)
             orders = self.protocol.repair_failed(process, self._view(), now)
             if orders is None:
                 return RUNNING
@@ -303,33 +323,42 @@ class RecoveryCoordinator:
         if fault.kind == DoesNotFit.__name__:
             incident.does_not_fit, incident.refused = fault.message, self.protocol.mesh.ranks
         elif self.protocol.state is _S.REPAIRING and fault.kind != DeadlineExceeded.__name__:
-            incident.repairs += 1
-            self._decision.add_effect(ShareBook())  # The rank may not have the addresses of the others yet.
-            step, living = self._decision.state.step, self._decision.state.members.live(Role.MODEL)
-            ranks = [rank for rank in living if rank in self.ranks]
-            holders = [rank for rank in ranks if self.protocol.holds(rank, step)]
-            has_all = not without_holder(holders, self.protocol.mesh)
-            if incident.repairs >= REPAIR_ATTEMPTS and not has_all:
-                lacking = [rank for rank in ranks if rank not in holders]
-                is_handled = self._replace_newcomer(process, fault, now) or self._send_home(
-                    lacking, fault, now
-                )
-                if not is_handled and not self._await_lost():
-                    self._fall_back(fault, now)
-            elif incident.repairs >= REPAIR_ATTEMPTS and process in living and process not in holders:
-                self._processes.terminate(process, fault, now)
+            self._not_repaired(process, fault, incident, now)
         elif kind is not FaultClass.CONSEQUENCE and self._decision.state.members.is_live(process):
             incident.blamed[process] += 1
             again = incident.blamed[process] > 1
             if again or kind in (FaultClass.LINK, FaultClass.DEVICE):
                 self._processes.terminate(process, fault, now)
         self.protocol.fail(now)
-        if incident.attempts > 1 and not self.unrecoverable():
+        num_failures = incident.attempts + incident.unaddressed
+        if num_failures > 1 and not self.unrecoverable():
             # A fault that repeats immediately may need time: for example, an agent is restarting.
             self._pending.withdraw_all(Purpose.OPERATION)
-            self._begin_at = now + growing_pause(incident.attempts - 1, first_s=FIRST_PAUSE_S)
+            self._begin_at = now + growing_pause(num_failures - 1, first_s=FIRST_PAUSE_S)
             return RUNNING
         return self.begin(now)
+
+    def _not_repaired(self, process: str, fault: Fault, incident: Incident, now: float) -> None:
+        """Count a failed attempt to repair ranks. After several the state is looked for elsewhere or steps are undone,
+        if no rank has it; else the rank that can not take it over is replaced."""
+        self._decision.add_effect(ShareBook(tuple(sorted(self._unaddressed))))
+        if self._unaddressed and incident.unaddressed < UNADDRESSED_ATTEMPTS:
+            incident.unaddressed += 1
+            incident.attempts -= 1
+            return
+        incident.repairs += 1
+        if incident.repairs < REPAIR_ATTEMPTS:
+            return
+        step, living = self._decision.state.step, self._decision.state.members.live(Role.MODEL)
+        ranks = [rank for rank in living if rank in self.ranks]
+        holders = [rank for rank in ranks if self.protocol.holds(rank, step)]
+        if without_holder(holders, self.protocol.mesh):
+            lacking = [rank for rank in ranks if rank not in holders]
+            is_handled = self._replace_newcomer(process, fault, now) or self._send_home(lacking, fault, now)
+            if not is_handled and not self._await_lost():
+                self._fall_back(fault, now)
+        elif process in living and process not in holders:
+            self._processes.terminate(process, fault, now)
 
     def dumped(self, now: float) -> PhaseReport:
         """End the recovery: the last checkpoint is written, or cannot be. The answer to the first request may be a save

@@ -11,7 +11,7 @@ from kintsugi.control.dispatch import EpisodeDispatch
 from kintsugi.control.mesh_choice import mesh_in_force
 from kintsugi.control.pending import PendingRequests, Purpose, RequestId
 from kintsugi.control.phases.table import DONE, RUNNING, PhaseReport, PhaseResult
-from kintsugi.control.protocol import RecordStep
+from kintsugi.control.protocol import RecordStep, Tell
 from kintsugi.control.step_metrics import (
     alerts,
     commit_record,
@@ -27,9 +27,15 @@ from kintsugi.graph.advantages import batch_totals, initial_values, master_call
 from kintsugi.graph.algorithms import build_graph
 from kintsugi.graph.executor import GraphExecution
 from kintsugi.journal.facts import BatchFormed, StepCommitted
+from kintsugi.protocol.recovery import ForgetStates
 from kintsugi.protocol.sample_transfer import Routes
 from kintsugi.protocol.training import CallDone, RunCall
 from kintsugi.types import LogicalShard, Role, SampleMeta, ShardItem
+
+FORGET_EVERY = 4
+"""Committed steps after which agents are told to forget earlier states. Each keeps the latest ones of a box anyway;
+this is for boxes of other meshes, and for states of ranks that run elsewhere now. After a lost message the next one
+does the same."""
 
 
 class TrainPhase:
@@ -150,6 +156,11 @@ class TrainPhase:
         self._decision.add_fact(StepCommitted(step, walk.state_digest, commit_record(metas, metrics, timing)))
         self._dispatch.timing.clear()
         self._walk = None
+        agents = self._decision.state.members.live(Role.AGENT)
+        for agent in agents if step % FORGET_EVERY == 0 else ():
+            self._decision.add_effect(
+                Tell(agent, ForgetStates(step - 1))
+            )  # A lost step is undone to this one.
 
     def _send_calls(self, now: float) -> None:
         assert self._walk is not None and self._stage is not None

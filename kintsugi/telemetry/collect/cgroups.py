@@ -187,6 +187,11 @@ def usable_memory_bytes() -> int:
     return total if limit is None else min(total, int(limit))
 
 
+def swap_bytes() -> int:
+    """Return the size of the host's swap space."""
+    return int(psutil.swap_memory().total)
+
+
 def _own_allowance() -> GroupAllowance:
     groups = ControlGroups()
     try:

@@ -104,7 +104,7 @@ class MindSporeFramework:
         weights: Mapping[str, Array] = state.weights()
         return weights
 
-    def device_publisher(self, config: Config, *, host: str) -> DevicePublisher | None:
+    def device_publisher(self, state: RankState, config: Config, *, host: str) -> DevicePublisher | None:
         return None
 
     def transports(

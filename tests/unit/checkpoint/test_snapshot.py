@@ -19,6 +19,7 @@ from kintsugi.checkpoint.snapshot import (
     Snapshots,
     SnapshotSlot,
     find_slot,
+    outdated,
 )
 from kintsugi.errors import RefusedError
 from kintsugi.runtime.clock import random_stream
@@ -108,6 +109,35 @@ def test_any_process_of_the_host_can_look_at_anothers_snapshots(segments: FakeSe
     assert HeldSnapshots("model-0", segments=segments).expect(5).digest == "d5"
     with pytest.raises(RefusedError, match="no segment snapshot/model-7/0"):
         HeldSnapshots("model-7", segments=segments)
+
+
+def test_snapshots_that_only_lost_ranks_had_are_outdated_once_the_run_does_not_return_to_their_steps(
+    segments: FakeSegments,
+) -> None:
+    for owner, steps in (
+        ("model-0", (3, 4)),
+        ("model-1", (3, 4)),
+        ("model-2", (6, 7)),
+        ("model-3@0-of-2x1x1", (3, 4)),
+        ("model-0@0-of-2x1x1", (3, 4)),
+    ):
+        held = Snapshots(owner, size=SIZE, segments=segments)
+        for serial, step in enumerate(steps):
+            write(held.slots[serial], step, serial=serial + 1)
+        write(held.reference("grpo", size=SIZE), 0, serial=0)
+    torn = Snapshots("model-4", size=SIZE, segments=segments)
+    torn.slots[0].begin()
+    segments.create("weights", SIZE)
+
+    def owners(*, before: int) -> set[str]:
+        names = outdated(segments.names(), segments=segments, before=before, living={"model-0", "rollout-0"})
+        assert all(name in segments.names() for name in names)
+        assert "snapshot/model-1/reference-grpo" in names or before < 5
+        return {name.split("/")[1] for name in names}
+
+    assert owners(before=4) == {"model-4"}
+    assert owners(before=5) == {"model-1", "model-3@0-of-2x1x1", "model-4"}
+    assert owners(before=8) == {"model-1", "model-2", "model-3@0-of-2x1x1", "model-4"}
 
 
 def test_reference_weights_of_earlier_stages_are_forgotten(segments: FakeSegments) -> None:

@@ -54,6 +54,10 @@ Cards = Callable[..., None]
 def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
     """Set the cards of this machine, for each reading one list; the last stays."""
 
+    monkeypatch.setattr(capacity, "usable_memory_bytes", lambda: 256 * GB)
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 250 * GB)
+    monkeypatch.setattr(capacity, "swap_bytes", lambda: 0)
+
     def install(*readings: list[DeviceReading]) -> None:
         left = list(readings)
         monkeypatch.setattr(
@@ -110,12 +114,57 @@ def test_a_card_that_is_nearly_full_is_refused_before_the_start(cards: Cards, tm
 
 
 @pytest.mark.usefixtures("disk")
-def test_memory_of_a_run_that_was_just_killed_is_waited_for(cards: Cards, tmp_path: Path) -> None:
+def test_memory_of_a_run_that_was_just_killed_is_waited_for(
+    cards: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "FREED_S", 60.0)  # It ends at the first reading with room.
     full, free = [card(140, free=20)], [card(140, free=138)]
     cards(full, full, full, full, free)
     assert capacity.check_start(config(), run_dir=tmp_path, resume=True) == []
     written = msgspec.json.decode(RunFolder(tmp_path).devices_file.read_bytes(), type=list[DeviceReading])
     assert [each.used_bytes for each in written] == [2 * GB]
+
+
+@pytest.mark.usefixtures("disk")
+@pytest.mark.parametrize("readings", [[], [card(200)]])
+def test_a_model_that_the_memory_of_the_host_can_not_hold_is_refused_before_the_start(
+    cards: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readings: list[DeviceReading]
+) -> None:
+    cards(readings)
+    monkeypatch.setattr(capacity, "usable_memory_bytes", lambda: 24 * GB)
+    with pytest.raises(UserError) as error:
+        capacity.check_start(config(), run_dir=tmp_path, resume=False)
+    message = str(error.value)
+    for part in (
+        "this host: expected",
+        "model-0",
+        "server-0",
+        "snapshots 3",
+        "got 24.0 GB. No setting makes",
+    ):
+        assert part in message
+    monkeypatch.setattr(capacity, "swap_bytes", lambda: 200 * GB)
+    assert capacity.check_start(config(), run_dir=tmp_path, resume=False) == []
+
+
+@pytest.mark.usefixtures("disk")
+def test_a_host_whose_memory_others_use_is_a_warning(
+    cards: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards([])
+    monkeypatch.setattr(capacity, "available_memory_bytes", lambda: 30 * GB)
+    (warning,) = capacity.check_start(config(), run_dir=tmp_path, resume=False)
+    assert "30.0 GB of memory available" in warning and "the system may kill" in warning
+
+
+@pytest.mark.usefixtures("disk")
+def test_settings_with_which_a_model_fits_the_host_are_named(
+    cards: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards([])
+    monkeypatch.setattr(capacity, "usable_memory_bytes", lambda: 230 * GB)
+    with pytest.raises(UserError, match=r"It would fit with .*`actor\.layout\.shards=2"):
+        capacity.check_start(config(workers=4), run_dir=tmp_path, resume=False)
 
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused(

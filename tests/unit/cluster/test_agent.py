@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from kintsugi.checkpoint.snapshot import SlotHeader, Snapshots
 from kintsugi.cluster.child import ChildrenTable
 from kintsugi.cluster.shared_memory import SegmentClient
 from kintsugi.errors import RefusedError, RemoteError
 from kintsugi.protocol.agents import Inspect, Inspected, StartProcess, StopProcess
 from kintsugi.protocol.membership import AddressBook, Shutdown
 from kintsugi.protocol.messages import Body
+from kintsugi.protocol.recovery import ForgetStates
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.runtime.proc import process_start_time, process_stat
 from kintsugi.telemetry.events import FaultSeen, ProcessGone, read_events
@@ -265,6 +267,32 @@ def test_segments_survive_the_process_that_wrote_them(make_host: MakeHost) -> No
     descriptor = client.open("snapshot")
     assert os.pread(descriptor, 15, 0) == b"state of step 7"
     os.close(descriptor)
+    client.close()
+
+
+def test_an_agent_forgets_the_snapshots_of_ranks_that_are_gone_once_the_run_does_not_return_to_them(
+    make_host: MakeHost,
+) -> None:
+    host = make_host(model="idle")
+    host.start("model-0")
+    client = SegmentClient(segment_service(host.agent.pid))
+    for owner, step in (("model-0", 3), ("model-1@0-of-2x1x1", 3), ("model-2", 5)):
+        slot = Snapshots(owner, size=64, segments=client).slots[0]
+        slot.begin()
+        slot.prepare(SlotHeader(step, "grpo", step, 0, "d", serial=1))
+    host.master.send("agent-0", ForgetStates(4))
+
+    def is_forgotten() -> bool | None:
+        host.master.turn(0.01)
+        try:
+            os.close(client.open("snapshot/model-1@0-of-2x1x1/0"))
+        except RefusedError:
+            return True
+        return None
+
+    until(is_forgotten, "the end of the outdated snapshots")
+    for owner in ("model-0", "model-2"):
+        os.close(client.open(f"snapshot/{owner}/0"))
     client.close()
 
 

@@ -307,12 +307,20 @@ def test_a_save_without_one_of_its_parts_asks_for_nothing_to_be_kept(run: Run) -
 
 
 def test_a_killed_rank_leaves_a_box_on_its_host_that_its_successor_removes(run: Run) -> None:
-    rank = run.rank("model-1")
-    left = [rank.folder / f".box-{name}" for name in ("model-1-0", "model-1-7", "model-10-0")]
-    for folder in left:
-        folder.mkdir(parents=True)
+    folder = run.rank("model-1").folder
+    left = [folder / f".box-{name}" for name in ("model-1-0", "model-1-7", "model-10-0")]
+    for each in left:
+        each.mkdir(parents=True)
+    del run.ranks["model-1"]
+    run.rank("model-1")
+    assert [each.exists() for each in left] == [False, False, True]
+
+
+def test_a_rank_that_brings_a_box_removes_no_other_one_that_it_is_bringing(run: Run) -> None:
+    others = run.rank("model-1").folder / ".box-model-1-7"
+    others.mkdir(parents=True)
     bring(run, "model-1", partial(write, shard=1))
-    assert [folder.exists() for folder in left] == [False, False, True]
+    assert others.exists()
 
 
 @pytest.mark.parametrize(("shard", "shards", "fetched"), [(1, 2, {SECOND}), (3, 4, {SECOND}), (0, 1, None)])

@@ -112,6 +112,20 @@ def test_the_latest_two_steps_are_kept_from_any_rank_and_for_any(keeper: Keeper)
         keeper.ask("model-0", FetchState(3))
 
 
+def test_states_to_which_the_run_does_not_return_are_forgotten_of_every_box(keeper: Keeper) -> None:
+    for box in ("0/2", "1/2"):
+        for step in (3, 4):
+            state = msgspec.structs.replace(keeper.offered("model-0", step), box=box)
+            assert keeper.ask("model-0", KeepState("model-0", state)) == Ok()
+    keeper.keep("model-0", 5)  # The state is not cut any more.
+    assert sorted(keeper.store.steps) == [3, 4, 5]
+    keeper.store.forget_before(4)
+    assert sorted(keeper.store.steps) == [4, 5]
+    keeper.store.forget_before(5)
+    assert keeper.store.steps == (5,)
+    assert keeper.kept(5) == b"".join(PARTS)
+
+
 @pytest.mark.parametrize("parts", [(b"x" * 60, b"x" * 41), ()])
 def test_a_state_of_no_sensible_size_is_refused_before_memory_is_taken(
     keeper: Keeper, parts: tuple[bytes, ...]

@@ -178,6 +178,24 @@ def test_a_lost_book_is_sent_again_after_a_while_and_not_with_every_heartbeat() 
     cluster.assert_all_know_all()
 
 
+def test_a_process_that_is_known_to_lack_an_address_is_sent_the_whole_book_at_once() -> None:
+    cluster = Cluster()
+    cluster.deaf = {"model-0"}
+    for number in range(3):
+        cluster.join(f"model-{number}")
+    cluster.turn()
+    cluster.deaf = set()
+    cluster.join("model-3")
+    cluster.turn()
+    assert cluster.books["model-0"].number == -1, "a difference from a book that was lost is not accepted"
+    cluster.sharing.changed(lacking=["model-0", "model-9"])
+    book = cluster.sharing.before_request("model-0", cluster.now)
+    assert book is not None and book.since is None
+    cluster.send("model-0", book)
+    cluster.assert_all_know_all()
+    assert cluster.sharing.before_request("model-0", cluster.now) is None
+
+
 def test_a_process_that_joins_gets_nothing_when_nothing_changed_since() -> None:
     cluster = Cluster()
     cluster.join("model-0")

@@ -65,6 +65,24 @@ def test_a_rank_with_the_whole_state_is_started_where_it_is_planned_also_after_i
     assert requested(driven, "model-1")[-1].host == "host-1"
 
 
+def test_a_rank_with_a_part_of_the_state_is_started_where_its_snapshot_is_though_its_planned_host_is_back() -> (
+    None
+):
+    cut = ActorSection(logical_shards=2, layout=LayoutSection(shards=2))
+    driven = Driven(msgspec.structs.replace(TWO_HOSTS, actor=cut))
+    driven.begin()
+    driven.until(lambda: driven.state.step == 1)
+    driven.until(Phase.TRAINING)
+    agent = driven.state.members.members["agent-1"]
+    driven.feed(Suspected("agent-1", agent.incarnation, "no process of it answers", "host", HOST_LOST_S))
+    driven.world.hosts.pop("agent-1")
+    driven.until(lambda: driven.state.homes["model-1"] == "host-0")
+    driven.world.hosts["agent-1"] = "host-1"
+    report(driven, "1.9", host="host-1")
+    driven.lose("model-1")
+    assert requested(driven, "model-1")[-1].host == "host-0"
+
+
 def test_a_rank_that_finds_its_part_nowhere_is_started_again_where_the_snapshot_of_it_is() -> None:
     cut = ActorSection(logical_shards=2, layout=LayoutSection(shards=2))
     rarely = msgspec.structs.replace(TWO_HOSTS.checkpoint, every=9)

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 
 from kintsugi.config.schema import CheckpointSection
-from kintsugi.control.phases.recover import REPAIR_ATTEMPTS
+from kintsugi.control.phases.recover import REPAIR_ATTEMPTS, UNADDRESSED_ATTEMPTS
 from kintsugi.control.phases.table import Phase
+from kintsugi.control.phases.train import FORGET_EVERY
 from kintsugi.control.processes import LONGEST_RETRY_S
+from kintsugi.control.protocol import ShareBook, Tell
 from kintsugi.journal.facts import (
     IncidentClosed,
     IncidentOpened,
@@ -23,7 +25,7 @@ from kintsugi.journal.facts import (
     TicketReturned,
 )
 from kintsugi.protocol.agents import StartProcess
-from kintsugi.protocol.recovery import NotifyNormal, PreLock, RebuildGroup, Repair
+from kintsugi.protocol.recovery import ForgetStates, NotifyNormal, PreLock, RebuildGroup, Repair
 from kintsugi.protocol.training import RunCall, Save
 from kintsugi.recovery.rank import Flow
 from kintsugi.recovery.strategy import MAX_ATTEMPTS
@@ -279,6 +281,48 @@ def test_a_repair_that_fails_once_is_tried_again_before_any_step_is_given_up() -
     driven.until(Phase.ENDED)
     assert not any(isinstance(fact, RolledBack) for fact in driven.facts)
     assert outcome(driven.facts) == EXPECTED
+
+
+def test_a_rank_that_had_no_address_of_a_source_is_sent_the_whole_book_and_its_failures_undo_no_step() -> (
+    None
+):
+    config = msgspec.structs.replace(TWO_STAGES, checkpoint=NEVER)
+    driven = begun(config)
+    driven.until(lambda: driven.state.step == 1 and driven.master.phase is Phase.TRAINING)
+    driven.lose("model-1")
+    for _ in range(UNADDRESSED_ATTEMPTS):
+        driven.until(lambda: bool(driven.asked(Repair)))
+        (repair,) = driven.asked(Repair)
+        decision = driven.fail(repair, "agent-1 is not in the address book", kind="UnknownPeer")
+        assert ShareBook(lacking=("model-1",)) in decision.effects
+    driven.until(Phase.ENDED)
+    assert not [fact for fact in driven.facts if isinstance(fact, RolledBack)]
+    assert [fact.process for fact in driven.facts if isinstance(fact, ProcessLost)] == ["model-1"]
+    assert outcome(driven.facts) == undisturbed(config)
+
+
+def test_a_rank_that_never_gets_the_address_of_a_source_is_not_asked_for_ever() -> None:
+    config = msgspec.structs.replace(TWO_STAGES, checkpoint=NEVER)
+    driven = begun(config)
+    driven.until(lambda: driven.state.step == 1 and driven.master.phase is Phase.TRAINING)
+    driven.lose("model-1")
+    for _ in range(UNADDRESSED_ATTEMPTS + REPAIR_ATTEMPTS):
+        driven.until(lambda: bool(driven.asked(Repair)))
+        (repair,) = driven.asked(Repair)
+        driven.fail(repair, "agent-1 is not in the address book", kind="UnknownPeer")
+    driven.until(Phase.ENDED)
+    assert [fact.process for fact in driven.facts if isinstance(fact, ProcessLost)] == ["model-1", "model-1"]
+    assert outcome(driven.facts) == undisturbed(config)
+
+
+def test_agents_are_told_now_and_then_to_which_steps_the_run_does_not_return() -> None:
+    longer = msgspec.structs.replace(CONFIG.algorithm, steps=2 * FORGET_EVERY)
+    driven = Driven(msgspec.structs.replace(CONFIG, algorithm=longer))
+    driven.begin()
+    driven.until(Phase.ENDED)
+    told = [effect for effect in driven.effects if isinstance(effect, Tell)]
+    forgotten = [(tell.to, tell.body.step) for tell in told if isinstance(tell.body, ForgetStates)]
+    assert forgotten == [("agent-0", FORGET_EVERY - 1), ("agent-0", 2 * FORGET_EVERY - 1)]
 
 
 def test_failures_of_earlier_steps_are_not_held_against_an_incident_that_stays_open() -> None:

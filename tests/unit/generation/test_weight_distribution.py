@@ -71,3 +71,34 @@ def test_when_no_server_loads_in_time_that_is_a_failure_that_names_them(world: W
     world.until(lambda: pending.done)
     with pytest.raises(RemoteError, match=r"server-0, server-1: loading version 2"):
         pending.result()
+
+
+@pytest.mark.parametrize("follows", [2, 1], ids=["the next version", "the same one after a rollback"])
+def test_a_server_that_finds_its_version_overwritten_waits_for_the_one_that_follows(
+    world: World, follows: int
+) -> None:
+    world.kill("server-1")
+    replacement = world.add_server("server-1", incarnation="b")
+    replacement.overwritten = {1}
+    world.publish_book()
+    world.until(lambda: any("did not load version 1" in note for note in world.notes))
+    for _ in range(20):
+        world.turn()
+    assert replacement.loaded == [1], "it is not tried again"
+    replacement.overwritten = set()
+    loaded = world.load(follows).result().expect(WeightsLoaded)
+    assert loaded.servers == ("server-0", "server-1") and replacement.loaded == [1, follows]
+
+
+def test_a_new_manager_whose_servers_find_the_version_overwritten_reports_no_failure(world: World) -> None:
+    world.manager._distribution._deadline_s = 60.0
+    for process in ("server-0", "server-1"):
+        world.kill(process)
+        world.add_server(process, incarnation="b").overwritten = {1}
+    world.publish_book()
+    repeated = world.load(1, wait=False)
+    world.until(lambda: sum("did not load version 1" in note for note in world.notes) >= 2)
+    for _ in range(20):
+        world.turn()
+    assert not repeated.done, "a failure would end a server, and after some more the run"
+    assert world.load(2).result().expect(WeightsLoaded).servers == ("server-0", "server-1")

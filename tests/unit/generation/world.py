@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from kintsugi.config.schema import Strategy
-from kintsugi.errors import KintsugiError
+from kintsugi.errors import IntegrityError, KintsugiError, Overwritten
 from kintsugi.generation.manager import MAX_REQUESTS, GenerationManager, ManagerJob
 from kintsugi.protocol.generation import Cancel, Generate, Generated, Interrupt, Produced
 from kintsugi.protocol.membership import AddressBook, Ok
@@ -83,6 +83,8 @@ class FakeServer:
         self.loads_weights = True
         self.digest: str | None = None
         """What it claims to have loaded; None is the truth."""
+        self.overwritten: set[int] = set()
+        """Versions whose memory is changing when it reads them."""
         self.loaded: list[int] = []
         self.sources: list[tuple[WeightSource, ...]] = []
         self.held: list[Delivery] = []
@@ -104,6 +106,10 @@ class FakeServer:
                     manifest = delivery.body.manifest
                     self.loaded.append(manifest.version)
                     self.sources.append(delivery.body.sources)
+                    if manifest.version in self.overwritten:
+                        gone = Overwritten(manifest.version)
+                        self.endpoint.fail(delivery, IntegrityError("was overwritten", detail=gone))
+                        continue
                     self.endpoint.reply(
                         delivery, WeightsLoaded(manifest.version, self.digest or manifest.digest)
                     )

@@ -1,23 +1,34 @@
+import ctypes
+import errno
 import importlib.util
 import json
+import math
+import os
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gguf
+import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kintsugi.errors import ModelError
-from kintsugi.model import huggingface, import_gguf
-from kintsugi.model.architecture import ModelConfig, num_parameters
+from kintsugi.errors import ModelError, StorageFull
+from kintsugi.model import gguf_weights, huggingface
+from kintsugi.model.architecture import ModelConfig, num_parameters, parameter_shapes
 from kintsugi.model.attention import PackedLayout
+from kintsugi.model.folder import load_config, read_header
 from kintsugi.model.gguf_file import read_gguf
 from kintsugi.model.gguf_tokenizer import read_tokenizer
-from kintsugi.model.import_gguf import gguf_config, import_model
+from kintsugi.model.import_gguf import _block_size, gguf_config, import_model
 from kintsugi.model.tokenizer import Tokenizer, character_tokenizer
 from kintsugi.model.transformer import Transformer, initialize
 from tests.unit.generation.driven_runner import Driven, request_of, runner_of
@@ -104,9 +115,12 @@ def test_a_source_that_is_no_model_is_refused(name: str, tmp_path: Path) -> None
 def test_a_missing_gguf_reader_is_named_with_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    config = TINY["qwen2"]
+    write_gguf(tmp_path / "model.gguf", config=config, state=new_state(config), quantised="Q5_0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else object())
-    with pytest.raises(ModelError, match=r"needs gguf; install it with `pip install 'kintsugi\[import\]'`"):
+    with pytest.raises(
+        ModelError, match=r"of the GGML type 6 needs gguf; install it with `pip install 'kints"
+    ):
         import_model(tmp_path / "model.gguf", tmp_path / "imported")
 
 
@@ -190,7 +204,7 @@ def test_a_gguf_file_becomes_the_model_that_was_written_into_it(family: str, tmp
 def test_large_weights_become_several_files_with_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_gguf, "MAX_SHARD_BYTES", 60_000)
+    monkeypatch.setattr(gguf_weights, "MAX_SHARD_BYTES", 60_000)
     config = TINY["qwen3"]
     state = new_state(config)
     write_gguf(tmp_path / "model.gguf", config=config, state=state)
@@ -209,6 +223,114 @@ def test_quantised_blocks_are_dequantised_as_the_gguf_library_does(tmp_path: Pat
         assert torch.equal(parameter, expected[name].to(torch.bfloat16)), name
 
 
+KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+WIDE = msgspec.structs.replace(
+    TINY["qwen2"], hidden_size=256, intermediate_size=512, head_dim=64, tie_embeddings=False
+)
+
+
+def blocks_of_every_kind(config: ModelConfig) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
+    """Random blocks for every matrix of a model, one kind after the other."""
+    stream = np.random.default_rng(1)
+    found = {}
+    kinds = cycle(KINDS)
+    for name, shape in parameter_shapes(config).items():
+        if len(shape) == 1:
+            continue
+        kind = next(kinds)
+        quantised = gguf.GGMLQuantizationType[kind]
+        elements, size = gguf.GGML_QUANT_SIZES[quantised]
+        if elements < 256:
+            blocks = gguf.quantize(stream.standard_normal(shape).astype(np.float32), quantised)
+        else:
+            blocks = stream.integers(0, 64, (shape[0], shape[1] // elements * size), dtype=np.uint8)
+        found[name] = blocks, kind
+    assert len({kind for _, kind in found.values()}) == len(KINDS)
+    return found
+
+
+def in_halves(values: torch.Tensor, *, num_heads: int) -> torch.Tensor:
+    by_pair = values.view(num_heads, -1, 2, values.shape[-1])
+    return by_pair.transpose(1, 2).reshape(values.shape)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("piece", [1 << 19, 1_000])
+def test_weights_of_every_kind_are_byte_by_byte_those_of_the_gguf_library_rounded_by_torch(
+    family: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_weights, "PIECE_ELEMENTS", piece)
+    config = msgspec.structs.replace(WIDE, family=family, attention_bias=family == "qwen2")
+    expected = write_gguf(
+        tmp_path / "model.gguf", config=config, state=new_state(config), given=blocks_of_every_kind(config)
+    )
+    import_model(tmp_path / "model.gguf", tmp_path / "imported")
+    path = tmp_path / "imported" / "model.safetensors"
+    content = path.read_bytes()
+    data = content[8 + int.from_bytes(content[:8], "little") :]
+    for name, stored in read_header(path).items():
+        values = expected[name]
+        if family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            values = in_halves(
+                values, num_heads=config.num_heads if "q_proj" in name else config.num_kv_heads
+            )
+        rounded = values.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+        assert data[slice(*stored.data_offsets)] == rounded, name
+
+
+def test_a_value_that_is_not_finite_is_refused_with_the_name_of_its_tensor(tmp_path: Path) -> None:
+    state = new_state(TINY["qwen2"])
+    state["model.layers.1.mlp.up_proj.weight"][3, 5] = math.nan
+    write_gguf(tmp_path / "model.gguf", config=TINY["qwen2"], state=state)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(
+        ModelError, match=r"is damaged: blk\.1\.ffn_up\.weight has values that are not finite"
+    ):
+        import_model(tmp_path / "model.gguf", tmp_path / "imported")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_disk_without_room_is_noticed_before_anything_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "model.gguf", config=TINY["qwen2"], state=new_state(TINY["qwen2"]))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    before = sorted(tmp_path.iterdir())
+    for source in (tmp_path / "model.gguf", folder):
+        with pytest.raises(StorageFull, match=rf"expected .* of free space in {tmp_path} for the weights"):
+            import_model(source, tmp_path / "imported")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_disk_that_becomes_full_is_named_and_nothing_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, data: memoryview, position: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_gguf(tmp_path / "model.gguf", config=TINY["qwen2"], state=new_state(TINY["qwen2"]))
+    monkeypatch.setattr(os, "pwrite", full)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(StorageFull, match=r"could not import .*model\.gguf into .*imported: .*No space left"):
+        import_model(tmp_path / "model.gguf", tmp_path / "imported")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_system_that_can_not_reserve_space_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unable:
+        def fallocate(self, *words: object) -> int:
+            ctypes.set_errno(errno.EOPNOTSUPP)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *words, **options: Unable())
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    gguf_weights._reserve(descriptor, size=12_345)
+    os.close(descriptor)
+    assert (tmp_path / "file").stat().st_size == 12_345
+
+
 def test_a_family_that_is_not_supported_is_named_with_those_that_are(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", config=TINY["qwen2"], state={}, architecture="gemma3")
     with pytest.raises(
@@ -216,6 +338,22 @@ def test_a_family_that_is_not_supported_is_named_with_those_that_are(tmp_path: P
     ):
         import_model(tmp_path / "model.gguf", tmp_path / "imported")
     assert not (tmp_path / "imported").exists()
+
+
+def test_a_part_of_a_split_model_is_named_as_such(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", config=TINY["qwen2"], state={}, split_count=3)
+    with pytest.raises(ModelError, match=r"one of 3 parts of a model.*llama-gguf-split --merge"):
+        import_model(tmp_path / "model.gguf", tmp_path / "imported")
+
+
+def test_a_gguf_file_given_as_a_model_folder_is_named_with_the_command_that_converts_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        ModelError, match=r"found a GGUF file; convert it first: `kintsugi import .*model\.gguf"
+    ):
+        load_config(tmp_path / "model.gguf")
 
 
 def test_a_tensor_that_the_family_does_not_have_is_named(tmp_path: Path) -> None:
@@ -251,9 +389,8 @@ def test_no_damage_to_the_header_raises_anything_but_a_model_error(
 ) -> None:
     path, content = damaged_header
     path.write_bytes(content[:place] + damage + content[place + len(damage) :])
-    sizes = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
     with suppress(ModelError):
-        file = read_gguf(path, block_sizes=sizes)
+        file = read_gguf(path, block_size=_block_size)
         gguf_config(file)
         read_tokenizer(file.metadata, where=path)
 
@@ -284,6 +421,10 @@ def test_what_a_killed_import_left_is_removed_by_the_next(tmp_path: Path) -> Non
     assert killed.returncode == -9
     assert not (tmp_path / "imported").exists()
     assert (tmp_path / ".imported-importing").exists()
+    with pytest.raises(
+        ModelError, match=r"at .*imported, found an import that was interrupted; repeat it: `kintsugi import"
+    ):
+        load_config(tmp_path / "imported")
     import_model(tmp_path / "model.gguf", tmp_path / "imported")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["imported", "model.gguf"]
 
@@ -296,6 +437,8 @@ def test_two_imports_into_one_folder_exclude_each_other(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"another import into .*imported is running") as error:
             import_model(tmp_path / "model.gguf", tmp_path / "imported")
         refused.append(error)
+        with pytest.raises(ModelError, match=r"at .*imported, found an import that has not ended yet"):
+            load_config(tmp_path / "imported")
 
     import_model(tmp_path / "model.gguf", tmp_path / "imported", progress=import_again)
     assert refused

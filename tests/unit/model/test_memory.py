@@ -9,6 +9,7 @@ import pytest
 from kintsugi.config.schema import (
     ActorSection,
     AlgorithmSection,
+    AsynchronySection,
     ClusterSection,
     Config,
     GenerationSection,
@@ -18,7 +19,7 @@ from kintsugi.config.schema import (
 )
 from kintsugi.config.stages import stages
 from kintsugi.model.architecture import ModelConfig, num_parameters, value_config
-from kintsugi.model.memory import ProcessMemory, RunMemory
+from kintsugi.model.memory import ProcessMemory, RunMemory, shares_weights
 from kintsugi.model.plan import Companions
 from kintsugi.types import Role
 
@@ -110,9 +111,27 @@ def test_weights_are_published_on_the_card_only_beside_a_server() -> None:
     beside, apart = memory(num_devices=1), memory(num_devices=2)
     assert beside.on_device(0) == ["model-0", "server-0"]
     assert (apart.on_device(0), apart.on_device(1)) == (["model-0"], ["server-0"])
-    kept = beside.of_process("model-0").device["published"]
-    assert kept == apart.of_process("model-0").host["published"] // 2
-    assert "published" in apart.of_process("model-0").host
+    assert apart.of_process("model-0").host["published"] == 4 * PARAMETERS
+    assert beside.of_process("model-0").device["published"] == 0, "it is what the rank computes with"
+    ahead = AsynchronySection(max_staleness=1)
+    assert memory(asynchrony=ahead).of_process("model-0").device["published"] == 4 * PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("actor", "cluster", "width"),
+    [
+        ({"dtype": "float32"}, ClusterSection(), 4),
+        ({"workers": 2, "layout": LayoutSection(shards=2)}, ClusterSection(), 2),
+        ({"logical_slices": 2}, ClusterSection(), 2),
+        ({}, ClusterSection(share_device="offload"), 2),
+    ],
+)
+def test_weights_that_can_not_stay_where_the_rank_computes_are_published_as_a_copy(
+    actor: dict[str, Any], cluster: ClusterSection, width: int
+) -> None:
+    found = memory(actor=actor, cluster=cluster)
+    assert not shares_weights(found.config)
+    assert found.of_process("model-0").device["published"] == width * PARAMETERS
 
 
 def test_a_server_leaves_the_ranks_of_its_card_their_peak_and_other_servers_their_share() -> None:
@@ -133,9 +152,12 @@ def test_an_offloaded_rank_leaves_its_card_to_the_cache() -> None:
         for policy in ("keep", "offload")
     )
     assert moved - kept > 18 * PARAMETERS
-    assert memory(cluster=ClusterSection(share_device="offload")).needed_on_device(
-        0
-    ) < memory().needed_on_device(0)
+    large = msgspec.structs.replace(GENERATION, kv_cache_gib=8)
+    needed_kept, needed_moved = (
+        memory(cluster=ClusterSection(share_device=policy), generation=large).needed_on_device(0)
+        for policy in ("keep", "offload")
+    )
+    assert needed_moved < needed_kept
 
 
 def test_models_beside_the_actor_take_memory_of_the_trainer() -> None:
@@ -188,3 +210,24 @@ def test_a_tied_embedding_is_state_of_the_last_stage_and_a_copy_in_the_first() -
     assert "tied embedding" not in apart_last
     whole = memory(algorithm=AlgorithmSection(beta=0.1)).of_role(Role.MODEL).device
     assert "tied embedding" not in whole, "one rank needs nothing more"
+
+
+def test_initial_weights_that_are_kept_for_a_reference_count_where_they_exceed_what_comes_later() -> None:
+    deep = msgspec.structs.replace(QWEN, num_layers=400, vocab_size=1024)
+    layout = LayoutSection(shards=4, gather="layer")
+    short = msgspec.structs.replace(GENERATION, max_length=64)
+    kept = {}
+    for beta in (0.0, 0.1):
+        algorithm = AlgorithmSection(beta=beta, batch_size=4, group_size=2)
+        given = memory(
+            actor={"workers": 4, "layout": layout, "micro_batch_tokens": 64},
+            generation=short,
+            algorithm=algorithm,
+            num_devices=4,
+        )
+        for model in (QWEN, deep):
+            found = msgspec.structs.replace(given, model=model).of_process("model-0").device
+            kept[beta, model.num_layers] = found.get("initial weights", 0)
+    assert kept[0.0, 28] == kept[0.0, 400] == 0, "nothing begins with them"
+    assert kept[0.1, 28] == 0, "embedding and activations take more later"
+    assert 0 < kept[0.1, 400] < 2 * num_parameters(deep)

@@ -45,12 +45,19 @@ def write_gguf(
     architecture: str | None = None,
     pre: str = "qwen2",
     tokenizer: Mapping[str, Any] | None = None,
+    given: Mapping[str, tuple[np.ndarray[Any, Any], str]] | None = None,
+    split_count: int | None = None,
 ) -> dict[str, Tensor]:
-    """Write the file; returns the values that its quantised blocks stand for."""
+    """Write the file; returns the values that its quantised blocks stand for.
+
+    `given` are tensors as bytes of their rows, with their kind; rows of the heads are in the file's order.
+    """
     import gguf
 
     family = architecture or config.family
     writer = gguf.GGUFWriter(path, family)
+    if split_count is not None:
+        writer.add_uint16("split.count", split_count)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
@@ -67,7 +74,10 @@ def write_gguf(
         kind = getattr(gguf.GGMLQuantizationType, quantised if values.ndim > 1 else "F32")
         if config.family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             values = _side_by_side(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
-        blocks = gguf.quantize(values, kind)
+        if given is not None and name in given:
+            blocks, kind = given[name][0], gguf.GGMLQuantizationType[given[name][1]]
+        else:
+            blocks = gguf.quantize(values, kind)
         found[name] = torch.from_numpy(gguf.dequantize(blocks, kind).reshape(values.shape).copy())
         writer.add_tensor(gguf_name(name), blocks, raw_dtype=kind)
     writer.write_header_to_file()

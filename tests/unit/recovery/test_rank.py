@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kintsugi.errors import GroupBroken, IntegrityError, RefusedError
+from kintsugi.errors import GroupBroken, IntegrityError, RefusedError, UnknownPeer
 from kintsugi.protocol.recovery import (
     DeviceClean,
     DeviceStop,
@@ -212,6 +212,23 @@ def test_a_repair_without_any_good_source_names_the_fault_of_each_and_changes_no
     assert "model-1: expected step 3 with digest feed" in message
     assert "model-2 is not there" in message
     assert newcomer.adapter.standing() == before
+
+
+def test_a_repair_that_failed_for_want_of_an_address_says_so_by_its_type() -> None:
+    newcomer = Rank(Flow.ROLLBACK)
+
+    def unknown(source: str, step: int) -> ReplaySnapshot:
+        if source == "model-2":
+            raise RefusedError("model-2 is not there")
+        raise UnknownPeer(f"{source} is not in the address book")
+
+    newcomer.adapter = ReplayAdapter("model-0", {}, flow=Flow.ROLLBACK, fetch=unknown)
+    processor = Processor(newcomer.adapter)
+    with pytest.raises(UnknownPeer, match=r"no source has the state of step 1: model-1: .* model-2: "):
+        processor.carry_out(Repair(1, ("model-1", "model-2"), 1))
+    with pytest.raises(RefusedError) as caught:
+        processor.carry_out(Repair(1, ("model-2",), 2))
+    assert type(caught.value) is RefusedError
 
 
 def test_a_bug_in_a_source_is_not_taken_for_a_bad_source() -> None:

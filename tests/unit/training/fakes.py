@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
 from kintsugi.bulk.endpoint import BulkEndpoint
@@ -22,7 +23,7 @@ from kintsugi.config.schema import (
     WarmupSection,
 )
 from kintsugi.config.stages import stages
-from kintsugi.errors import ProcessDied, RefusedError, WorldError, fault_of
+from kintsugi.errors import ProcessDied, RefusedError, UnknownPeer, WorldError, fault_of
 from kintsugi.model.plan import plan_companions, plan_model
 from kintsugi.model.seats import mesh_of, seat_of
 from kintsugi.model.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ from kintsugi.training.worker import ModelWorker
 from kintsugi.transport import Delivery, Reply, new_key_pair
 from kintsugi.types import Peer
 from kintsugi.weights.publish import Publisher
+from kintsugi.weights.transports.device import DeviceSlots
 from tests.unit.training.world import CPU, Batch, calls_of, new_batch, rewarded
 
 CONFIG = Config(
@@ -124,7 +126,14 @@ class FakeShell:
     def submit(self, process: str, body: Body, *, deadline_s: float) -> ReplyHandle:
         self.asked.append((process, body))
         self.on_send(body)
-        return Done(lambda: self.peers[process](body))
+        return Done(lambda: self.peers.get(process, self._unknown(process))(body))
+
+    @staticmethod
+    def _unknown(process: str) -> Callable[[Body], Reply]:
+        def ask(body: Body) -> Reply:
+            raise UnknownPeer(f"{process} is not in the address book")
+
+        return ask
 
     def send(self, process: str, body: Body) -> None:
         raise AssertionError("a rank sends no message that expects no reply")
@@ -177,9 +186,10 @@ class Rank:
         config: Config = CONFIG,
         is_blank: bool = False,
         delivery: CheckpointDelivery | None = None,
+        shares_weights: bool = False,
     ) -> None:
         """`seed` is that of the initial weights; a blank rank has none yet. With `delivery` its host does not have the
-        run folder."""
+        run folder. With `shares_weights` it computes in bfloat16, and servers read its weights where they are."""
         assert config.model.new is not None
         new = msgspec.structs.replace(config.model.new, seed=seed)
         model = load_model(
@@ -193,10 +203,13 @@ class Rank:
         self.state = TrainingState(
             model,
             companions=plan_companions(config),
+            compute_dtype=torch.bfloat16 if shares_weights else torch.float32,
             process=process,
             segments=segments,
             seat=seat_of(process, mesh_of(config.actor.layout)),
+            shares_weights=shares_weights,
         )
+        slots = DeviceSlots(CPU, host="host-0", versions_kept=1, shared=self.state.shared_weights)
         self.num_renewed = 0
         self.saves_beside = False
         """Whether requests go on while a save is under way."""
@@ -207,7 +220,13 @@ class Rank:
             framework=TorchFramework(CPU),
             config=config,
             tokenizer=tokenizer,
-            publisher=Publisher(process=process, host="host-0", segments=None, bulk=self.bulk.server),
+            publisher=Publisher(
+                process=process,
+                host="host-0",
+                segments=None,
+                bulk=self.bulk.server,
+                device=slots if shares_weights else None,
+            ),
             bulk=self.bulk,
             host="host-0",
             run_dir=Path("nowhere"),

@@ -77,3 +77,11 @@ def test_a_askedthat_failed_is_carried_out_when_it_comes_again() -> None:
     with pytest.raises(RefusedError, match="attempt"):
         memory.once(HashWeights(), group=1, step=3, answer=answer)
     assert memory.once(HashWeights(), group=1, step=3, answer=answer) == PairsEvaluated(1, 0, ())
+
+
+def test_a_master_that_does_not_know_how_far_the_one_before_had_come_is_answered_from_any_point() -> None:
+    rank = Asked()
+    requests: list[Joint] = [Publish(3, 3), EvaluatePairs(3, 0, 2), HashWeights()]
+    first = [rank.ask(request) for request in requests]
+    assert [rank.ask(request) for request in requests] == first
+    assert rank.gathered == 3

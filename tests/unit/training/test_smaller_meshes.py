@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from kintsugi.checkpoint.snapshot import HeldSnapshots, Snapshots, find_slot
 from kintsugi.config.schema import ActorSection, Config, LayoutSection
@@ -187,3 +191,30 @@ def test_a_rank_takes_another_seat_and_its_snapshots_stay_for_the_others() -> No
     assert find_slot(held.slots, 1)[1].digest == digest
     seating.committed(3)
     assert not any("model-0 of 2x1x1" in name for name in segments.names())
+
+
+def mapped(name: str) -> int:
+    """Segments of this name that are mapped into this process."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    return sum(name in line for line in maps.splitlines())
+
+
+def num_bytes(tensors: Sequence[weakref.ref[Tensor]]) -> int:
+    """Memory that the tensors have which are not gone."""
+    return sum(tensor.untyped_storage().nbytes() for each in tensors if (tensor := each()) is not None)
+
+
+def test_of_a_state_that_was_given_up_nothing_stays_in_memory_even_if_something_still_refers_to_it() -> None:
+    gc.collect()  # What earlier tests have left has the same names.
+    segments = FakeSegments()
+    seating, opened = seated(segments, available_bytes=1 << 40)
+    before = opened[0]
+    assert isinstance(before, TrainingState)
+    tensors = [weakref.ref(tensor) for tensor in before.resident()]
+    assert mapped("snapshot-model-0 of 2x1x1") > 0 < num_bytes(tensors)
+    seating.take_seat(MeshShape(), ("model-0",), step=1)
+    assert num_bytes(tensors) == 0
+    assert mapped("snapshot-model-0 of 2x1x1") > 0, "the snapshots are kept for two steps"
+    seating.committed(3)
+    assert mapped("snapshot-model-0 of 2x1x1") == 0
+    assert opened[0] is before

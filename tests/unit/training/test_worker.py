@@ -132,6 +132,14 @@ def test_a_fresh_rank_of_a_run_that_is_further_on_runs_nothing_until_it_is_repai
     assert "this rank has committed step 0" in rank.refusal(grpo_call(5))
 
 
+def test_a_source_whose_address_a_rank_does_not_have_is_no_file_and_the_refusal_says_so_by_its_type() -> None:
+    rank = Rank()
+    rank.ask(rebuild(1))
+    refusal = rank.refusal(Repair(4, ("agent-1", "checkpoints/step-4"), 1))
+    assert refusal.startswith("UnknownPeer: no source has the state of step 4: agent-1: agent-1 is not in")
+    assert rank.refusal(Repair(4, ("checkpoints/step-4",), 2)).startswith("RefusedError: no source has")
+
+
 def test_an_unknown_stage_is_refused_with_the_known_ones() -> None:
     assert "(warmup, grpo), got 'ppo'" in Rank().refusal(StartStage("ppo", 0))
 

@@ -73,10 +73,17 @@ def new_state(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
     recompute: bool = False,
+    shares_weights: bool = False,
 ) -> TrainingState:
     model = Transformer(config, device=device)
     initialize(model, seed=3)
-    state = TrainingState(model, companions=companions_of(stage), compute_dtype=dtype, recompute=recompute)
+    state = TrainingState(
+        model,
+        companions=companions_of(stage),
+        compute_dtype=dtype,
+        recompute=recompute,
+        shares_weights=shares_weights,
+    )
     state.start_stage(stage, step=stage.first_step - 1)
     return state
 

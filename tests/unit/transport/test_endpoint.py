@@ -180,10 +180,61 @@ def test_a_request_ends_at_its_deadline_and_says_for_whom_it_waited(make: Make) 
     model, server = make("model-0", clock=clock), make("server-0")
     introduce(model, server)
     pending = model.request("server-0", Ping(b"1"), deadline_s=5)
-    clock.advance(5)
-    model.poll(0)
+    for _ in range(20):
+        assert not pending.done
+        clock.advance(0.25)
+        model.poll(0)
     with pytest.raises(DeadlineExceeded, match=r"waited 5\.0 s for server-0: Ping"):
         pending.result()
+
+
+def test_an_answer_that_came_while_the_asking_process_did_not_run_is_read_before_the_request_expires(
+    make: Make,
+) -> None:
+    clock = VirtualClock()
+    model, server = make("model-0", clock=clock), make("server-0")
+    introduce(model, server)
+    pending = model.request("server-0", Ping(b"1"), deadline_s=5)
+    (delivery,) = receive(server)
+    server.reply(delivery, Ok())
+    clock.advance(12)
+    pump(model, server, until=lambda: pending.done)
+    assert pending.result().body == Ok()
+
+
+def test_a_request_whose_answer_was_lost_while_the_asking_process_did_not_run_is_sent_once_more(
+    make: Make,
+) -> None:
+    clock = VirtualClock()
+    model, server = make("model-0", clock=clock), make("server-0")
+    introduce(model, server)
+    pending = model.request("server-0", Ping(b"1"), deadline_s=5)
+    (delivery,) = receive(server)
+    delivery.route = b"a connection that is gone"
+    server.reply(delivery, Ok())
+    clock.advance(12)
+    assert pump(server, model, until=lambda: pending.done) == []
+    assert pending.result().body == Ok()
+
+
+def test_a_blocking_call_survives_a_pause_of_its_own_process(make: Make) -> None:
+    clock = VirtualClock()
+    model, server = make("model-0", clock=clock), make_endpoint("server-0")
+    introduce(model, server)
+    begun = threading.Event()
+
+    def serve() -> None:
+        (delivery,) = receive(server)
+        clock.advance(12)  # The caller's deadline and the limit of its wait pass before it runs again.
+        begun.set()
+        server.reply(delivery, Ok())
+        server.close(flush_s=1)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert model.call("server-0", Ping(b"1"), deadline_s=5).body == Ok()
+    thread.join()
+    assert begun.is_set()
 
 
 def test_a_blocking_call_is_declared_while_it_waits(make: Make) -> None:

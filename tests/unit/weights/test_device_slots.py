@@ -5,43 +5,27 @@ The memory is the host's here, and 'sharing' it means finding it again; `tests/g
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator, Mapping
+
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from kintsugi.errors import IntegrityError
-from kintsugi.model.torch_internals import SharedGpuMemory
 from kintsugi.types import DeviceSource, WeightManifest
-from kintsugi.weights.manifest import aligned, build_manifest
-from kintsugi.weights.transports import device as module
+from kintsugi.weights import manifest as manifest_module
+from kintsugi.weights.manifest import aligned, build_manifest, layout_of
 from kintsugi.weights.transports.device import DeviceSlots, MappedSlots
+from tests.unit.weights.shared_memories import SharedMemories
 
 CPU = torch.device("cpu")
 
 
-class SharedMemories:
-    """Memory that was exported, and what was mapped of it."""
-
-    def __init__(self) -> None:
-        self.exported: list[Tensor] = []
-        self.num_mapped = 0
-
-    def share(self, tensor: Tensor) -> SharedGpuMemory:
-        self.exported.append(tensor)
-        return SharedGpuMemory(b"%d" % len(self.exported), tensor.nbytes, 0, b"", 0, b"", False)
-
-    def map(self, shared: SharedGpuMemory, *, device: torch.device) -> Tensor:
-        self.num_mapped += 1
-        return self.exported[int(shared.handle) - 1]
-
-
 @pytest.fixture
 def memories(monkeypatch: pytest.MonkeyPatch) -> SharedMemories:
-    memories = SharedMemories()
-    monkeypatch.setattr(module, "share_gpu_memory", memories.share)
-    monkeypatch.setattr(module, "map_gpu_memory", memories.map)
-    return memories
+    return SharedMemories.in_place_of_the_device(monkeypatch)
 
 
 def weights_of(version: int) -> dict[str, Tensor]:
@@ -147,3 +131,44 @@ def test_a_model_of_another_size_gets_other_memory(memories: SharedMemories) -> 
     found, check = reader.take(manifest, source)
     check()
     assert torch.equal(found["wide"], torch.ones(100)) and len(memories.exported) == 2
+
+
+class MadeWhenRead(Mapping[str, Tensor]):
+    """Weights that are made when they are read, as those that are gathered from other ranks."""
+
+    def __init__(self, shapes: dict[str, int]) -> None:
+        self.shapes = shapes
+        self.read: list[str] = []
+        self.made: list[weakref.ref[Tensor]] = []
+        self.most = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = torch.full((self.shapes[name],), float(len(self.read)))
+        self.read.append(name)
+        self.made.append(weakref.ref(tensor))
+        self.most = max(self.most, sum(each() is not None for each in self.made))
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def test_weights_that_take_memory_when_they_are_read_are_copied_some_at_a_time(
+    memories: SharedMemories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest_module, "MOST_COPIED_BYTES", 64)
+    weights = MadeWhenRead({f"weight-{number}": 16 for number in range(6)})
+    places = list(layout_of({name: (size,) for name, size in weights.shapes.items()}, itemsize=4))
+    held, source = DeviceSlots(CPU, host="host-0").hold(weights, version=1, places=places)
+    assert weights.read == [name for name, _, _ in places], "once each, in their order"
+    assert weights.most == 1
+    manifest = build_manifest(held, version=1, step=1, mesh={})
+    found, check = MappedSlots(CPU).take(manifest, source)
+    check()
+    assert [float(found[name][0]) for name in weights.shapes] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
