@@ -24,7 +24,7 @@ from kintsugi.cluster.backends.kubernetes.manifests import GRACE_S as POD_GRACE_
 from kintsugi.cluster.host_manager import DOUBTED_SILENT_S, GONE_S
 from kintsugi.cluster.namespaces import enter
 from kintsugi.config.schema import KubernetesSection
-from kintsugi.journal.facts import RolledBack
+from kintsugi.journal.facts import StepCommitted
 from kintsugi.journal.journal import read_facts
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.telemetry.events import Alert, HostLost, read_events
@@ -508,7 +508,8 @@ def test_a_launcher_whose_pod_is_deleted_is_resumed_from_its_volume_by_another_p
         until(is_over, "the end of the Job", timeout_s=LONGEST_S)
         assert weights_of(run_dir) == weights_of_one_machine
         facts = read_facts(RunFolder(run_dir).journal_file)
-        assert not [fact for fact in facts if isinstance(fact, RolledBack)], "no step was lost"
+        committed = [fact.step for fact in facts if isinstance(fact, StepCommitted)]
+        assert committed == list(range(1, LAST_STEP + 1)), "no step was lost"
     finally:
         cluster.api("DELETE", f"{jobs}?propagationPolicy=Background")
     cluster.assert_nothing_left()
