@@ -59,7 +59,7 @@ def memory_lines(config: Config) -> Iterator[str]:
         count, each = sum(process.role is role for process in plan), memory.of_role(role)
         on_device = gigabytes(each.device_bytes) if each.device else "–"
         yield f"  {role.value:8} {count:4} × {gigabytes(each.host_bytes):>12} {on_device:>12}  {_parts(each)}".rstrip()
-    total = sum(memory.of_role(process.role).host_bytes for process in plan)
+    total = memory.of_host(process.role for process in plan)
     available = available_memory_bytes()
     note = "" if total <= available else ": warning, not enough memory"
     yield f"  host     {gigabytes(total)} of {gigabytes(available)} available{note}"

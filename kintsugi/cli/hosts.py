@@ -148,19 +148,11 @@ def _placed_in_pods(cluster: ClusterSection) -> ClusterSection:
     from urllib.parse import urlsplit
 
     from kintsugi.cluster.backends.kubernetes.access import load_access
-    from kintsugi.cluster.backends.kubernetes.opening import check_settings, host_names
+    from kintsugi.cluster.backends.kubernetes.opening import check_settings, placed_in_pods
 
-    settings = cluster.kubernetes
-    check_settings(settings)
-    hosts = host_names(settings)
+    check_settings(cluster.kubernetes)
     address = cluster.address or _address_for([urlsplit(load_access().server).hostname or ""])
-    return msgspec.structs.replace(
-        cluster,
-        hosts=1 + len(hosts),
-        slots=(0, *(1 for _ in hosts)),
-        spare_hosts=settings.spare_pods,
-        address=address,
-    )
+    return msgspec.structs.replace(placed_in_pods(cluster), address=address)
 
 
 def moved(config: Config) -> tuple[Config, list[str]]:
@@ -249,12 +241,12 @@ def manifest(
     recipe: Recipe, overrides: Overrides = None, namespace: Namespace = None, image: Image = None
 ) -> None:
     """Print the Kubernetes objects that `kintsugi train RECIPE --on k8s` would create. Asks no cluster."""
-    from kintsugi.cli.arguments import loaded
+    from kintsugi.cli.arguments import load_validated
     from kintsugi.cluster.backends.kubernetes.opening import planned_objects
     from kintsugi.config.recipe import anchored
 
     given = with_engine(overrides, on="k8s", namespace=namespace, image=image)
-    say(planned_objects(anchored(loaded(recipe, given).config)), nl=False, wrap=False)
+    say(planned_objects(anchored(load_validated(recipe, given).config)), nl=False, wrap=False)
 
 
 @app.command()

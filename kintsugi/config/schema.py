@@ -574,8 +574,14 @@ class KubernetesSection(_Section, frozen=True):
     """Accelerators of each pod; a pod that has fewer is refused."""
     gpu_resource: str = "nvidia.com/gpu"
     """Name of the resource that is asked for `gpus`."""
+    cpus: float | None = None
+    """CPUs that each pod requests. null: 1 for each rank and generation server of the pod that has most of them, and
+    0.1 for each other process. 0: no request."""
+    memory_gib: float | None = None
+    """Memory that each pod requests. null: the estimate of `kintsugi check` for the processes of the pod that needs
+    most. 0: no request."""
     template: str = ""
-    """YAML file with a pod template (`metadata`, `spec`) that is merged into the pods: volumes, tolerations, requests,
+    """YAML file with a pod template (`metadata`, `spec`) that is merged into the pods: volumes, tolerations, limits,
     pull secrets. The container is named `agent`."""
 
 

@@ -166,6 +166,8 @@ _RULES: dict[str, Rule] = {
     "cluster.kubernetes.pods": _POSITIVE,
     "cluster.kubernetes.spare_pods": _NOT_NEGATIVE,
     "cluster.kubernetes.gpus": _NOT_NEGATIVE,
+    "cluster.kubernetes.cpus": _NOT_NEGATIVE,
+    "cluster.kubernetes.memory_gib": _NOT_NEGATIVE,
     "cluster.bandwidth.samples": _POSITIVE,
     "cluster.bandwidth.copies": _POSITIVE,
 }

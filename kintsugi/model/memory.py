@@ -16,7 +16,7 @@ inputs of all layers are kept for all samples of the rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -167,6 +167,10 @@ class RunMemory(msgspec.Struct, frozen=True):
     def of_process(self, process: str) -> ProcessMemory:
         """Memory of a rank or a server."""
         return self._rank(process) if role_of(process) is Role.MODEL else self._server()
+
+    def of_host(self, roles: Iterable[Role]) -> int:
+        """Bytes of the host's memory that processes of these roles need."""
+        return sum(self.of_role(role).host_bytes for role in roles)
 
     def computing(self) -> list[str]:
         """Processes that hold a model: ranks, then servers."""

@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from kintsugi.checkpoint.store import latest, verify
+from kintsugi.journal.facts import ProcessJoined
+from kintsugi.journal.journal import read_facts
+from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import read_summary
 from tests.cluster.tiny_runs import until
 
@@ -63,12 +67,32 @@ def weights_of(run_dir: Path) -> str:
     return summary.weights_sha256
 
 
-def train_alone(machines: Machines) -> str:
+def train_alone(machines: Machines, *overrides: str, name: str = "alone") -> str:
     """Run the recipe on the launcher's machine alone; return the digest of its weights."""
-    run_dir = machines.runs / "alone"
-    code, output = machines.ask("train", "recipe.yaml", f"run_dir={run_dir}", timeout_s=LONGEST_S)
+    run_dir = machines.runs / name
+    code, output = machines.ask("train", "recipe.yaml", f"run_dir={run_dir}", *overrides, timeout_s=LONGEST_S)
     assert code == 0, output
     return weights_of(run_dir)
+
+
+def saved_files(run_dir: Path, *, last_step: int) -> set[str]:
+    """Files of the state in the last checkpoint, which is verified."""
+    checkpoint = latest(RunFolder(run_dir).checkpoints_folder)
+    assert checkpoint is not None and checkpoint.step == last_step
+    verify(checkpoint.path)
+    return {path.name for path in checkpoint.path.glob("trainer*.safetensors")}
+
+
+def boxes(number: int) -> set[str]:
+    """Files of a state that is cut into this many parts."""
+    return {f"trainer-{box + 1:05d}-of-{number:05d}.safetensors" for box in range(number)}
+
+
+def ranks_joined(run_dir: Path, number: int) -> list[int]:
+    """Return how often each of so many ranks has joined the run."""
+    facts = read_facts(RunFolder(run_dir).journal_file)
+    joined = [fact.peer.process for fact in facts if isinstance(fact, ProcessJoined)]
+    return [joined.count(f"model-{rank}") for rank in range(number)]
 
 
 def finish(command: subprocess.Popen[str]) -> str:

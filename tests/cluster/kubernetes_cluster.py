@@ -126,11 +126,18 @@ class KubernetesCluster:
         self.server = f"https://{self.head.address}:6443"
         for user in ("admin", "launcher", "laboratory", "nothing", "wrong"):
             self.kubeconfig(user)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
         self._start_control_plane()
         for place in self.places:
             self.power_on(place.name)
         self._make_namespace()
-        until(lambda: len(self.ready_nodes()) == count, "the nodes", timeout_s=180.0)
+        until(lambda: len(self.ready_nodes()) == len(self.places), "the nodes", timeout_s=180.0)
 
     # The cluster.
 
@@ -206,6 +213,7 @@ class KubernetesCluster:
             *(
                 f"--service-account-private-key-file={folder}/sa.key",
                 f"--node-monitor-grace-period={GRACE_S}s",
+                f"--root-ca-file={folder}/certs/apiserver.crt",
             ),
             *("--node-monitor-period=1s", "--node-eviction-rate=10", "--secondary-node-eviction-rate=10"),
             *("--unhealthy-zone-threshold=0.99", "--controllers=*,-nodeipam,-service,-route"),
@@ -315,6 +323,13 @@ class KubernetesCluster:
         answer: dict[str, Any] = json.loads(self.curl(method, path, body) or "{}")
         return answer
 
+    def make(self, body: dict[str, Any], *, query: str = "") -> dict[str, Any]:
+        """Create an object in its namespace; return the answer."""
+        group = body["apiVersion"]
+        top = "/api/v1" if group == "v1" else f"/apis/{group}"
+        namespace = body["metadata"]["namespace"]
+        return self.api("POST", f"{top}/namespaces/{namespace}/{body['kind'].lower()}s{query}", body)
+
     def items(self, resource: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.api("GET", f"/api/v1/namespaces/{NAMESPACE}/{resource}").get(
             "items", []
@@ -334,6 +349,12 @@ class KubernetesCluster:
 
     def template(self, name: str = "template.yaml") -> Path:
         """A pod template that brings this machine's Python into the pods."""
+        path = self.runs / name
+        path.write_text(yaml.safe_dump({"spec": self.pod_with_python("agent")}))
+        return path
+
+    def pod_with_python(self, name: str) -> dict[str, Any]:
+        """What a pod needs for this machine's Python, in the container of a name."""
         shown = {"/usr", "/etc/alternatives", str(Path(sys.base_prefix)), str(Path(sys.prefix)), str(ROOT)}
         cache = CACHE.parent
         folders = sorted(
@@ -353,17 +374,13 @@ class KubernetesCluster:
             "OMP_NUM_THREADS": "1",
         }
         container = {
-            "name": "agent",
+            "name": name,
             "imagePullPolicy": "Never",
             "command": [sys.executable, "-P", "-m", "kintsugi"],
             "env": [{"name": key, "value": value} for key, value in environment.items()],
             "volumeMounts": mounts,
-            # Without a request, a container gets next to nothing of a processor that others use too.
-            "resources": {"requests": {"cpu": "500m"}},
         }
-        path = self.runs / name
-        path.write_text(yaml.safe_dump({"spec": {"containers": [container], "volumes": volumes}}))
-        return path
+        return {"containers": [container], "volumes": volumes}
 
     def start(self, *arguments: str, user: str = "launcher") -> subprocess.Popen[str]:
         """A `kintsugi` command beside the control plane."""
@@ -400,9 +417,10 @@ class KubernetesCluster:
         return command.returncode, output + errors
 
     def on_pods(self, *, pods: int = 3, image: str = HOST) -> list[str]:
-        """Arguments of a run on pods of this cluster."""
+        """Arguments of a run on pods of this cluster, of which several fit on a node with two CPUs."""
         return [
             *("--on", "k8s", f"cluster.kubernetes.image={image}", f"cluster.kubernetes.pods={pods}"),
+            "cluster.kubernetes.cpus=0.5",
             f"cluster.kubernetes.template={self.template()}",
         ]
 
@@ -431,6 +449,15 @@ class KubernetesCluster:
             with suppress(OSError):
                 if f"HOSTNAME={name}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     found[pid] = command
+        return found
+
+    def cgroups_of_pod(self, pod: dict[str, Any]) -> dict[str, Path]:
+        """Controller → the control group of the container of a pod."""
+        pid = min(self.pids_of_pod(pod))
+        found: dict[str, Path] = {}
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            found |= {name: Path(f"/sys/fs/cgroup/{name}{path}") for name in controllers.split(",") if name}
         return found
 
     def assert_nothing_left(self, *, timeout_s: float = 40.0) -> None:

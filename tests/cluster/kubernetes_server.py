@@ -371,7 +371,7 @@ class KubernetesServer:
 
     def _start_pod(self, name: str) -> None:
         pod = self._objects.get(("pods", name))
-        if pod is None:
+        if pod is None or pod["spec"].get("nodeSelector"):  # Its only node has no labels.
             return
         (container, *_) = pod["spec"]["containers"]
         if (reason := self.bad_images.get(container["image"])) is not None:

@@ -21,10 +21,13 @@ from tests.cluster.hosts_runs import (
     LONGEST_S,
     SLOWLY,
     assert_lost_host_is_diagnosed,
+    boxes,
     faults_of_soak,
     finish,
     pid_of,
     places_of_fault,
+    ranks_joined,
+    saved_files,
     train_alone,
     wait_for_step,
     weights_of,
@@ -39,6 +42,8 @@ from tests.docs.pages import ROOT, blocks_of
 LOG = logging.getLogger(__name__)
 """Measured times: `--log-cli-level=INFO` shows them."""
 STEPS = 16
+LAST_STEP = 3 + STEPS
+"""With those of the warmup."""
 
 pytestmark = [
     pytest.mark.cluster,
@@ -155,6 +160,27 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_by_itself(
         machines.power_on(lost)
         machines.wait_for_node(lost)
     assert weights_of(run_dir) == weights_of_one_machine
+    machines.assert_nothing_left()
+
+
+def test_a_node_that_is_lost_with_the_only_part_of_a_cut_state_changes_no_bit_of_one_rank(
+    machines: RayHosts,
+) -> None:
+    weights_of_one_rank = train_alone(machines, "actor.workers=1", name="one-rank")
+    two_shards = ("actor.workers=2", "actor.layout.shards=2")
+    command, run_dir = start(machines, "cut", "cluster.ray.nodes=2", *two_shards)
+    wait_for_step(run_dir, 5, command)
+    lost = max(place.name for place in machines.places if machines.scratch_of(place.name))
+    machines.power_off(lost)
+    try:
+        until(lambda: bool(told(run_dir, Alert, f"{lost}-machine")), "the loss of a host", timeout_s=60.0)
+        finish(command)
+    finally:
+        machines.power_on(lost)
+        machines.wait_for_node(lost)
+    assert sorted(ranks_joined(run_dir, 2)) == [1, 2], "each node had one rank, and one node was lost"
+    assert weights_of(run_dir) == weights_of_one_rank
+    assert saved_files(run_dir, last_step=LAST_STEP) == boxes(2)
     machines.assert_nothing_left()
 
 

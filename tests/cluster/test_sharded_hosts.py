@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from safetensors.torch import load_file
 
-from kintsugi.checkpoint.store import latest, verify
+from kintsugi.checkpoint.store import latest
 from kintsugi.journal.facts import (
     CheckpointSaved,
     Fact,
@@ -29,7 +29,17 @@ from kintsugi.journal.journal import read_facts
 from kintsugi.run_folder.layout import RunFolder
 from kintsugi.run_folder.reader import Launcher
 from tests.cluster import ssh_hosts
-from tests.cluster.hosts_runs import LONGEST_S, finish, wait_for_step, weights_of, write_inputs
+from tests.cluster.hosts_runs import (
+    LONGEST_S,
+    boxes,
+    finish,
+    ranks_joined,
+    saved_files,
+    train_alone,
+    wait_for_step,
+    weights_of,
+    write_inputs,
+)
 from tests.cluster.ssh_hosts import SshHosts
 from tests.cluster.tiny_runs import until
 
@@ -60,16 +70,9 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
     made.close()
 
 
-def run_alone(machines: SshHosts, name: str, *overrides: str) -> str:
-    run_dir = machines.runs / name
-    code, output = machines.ask("train", "recipe.yaml", f"run_dir={run_dir}", *overrides, timeout_s=LONGEST_S)
-    assert code == 0, output
-    return weights_of(run_dir)
-
-
 @pytest.fixture(scope="module")
 def weights_of_one_rank(machines: SshHosts) -> str:
-    return run_alone(machines, "alone", "actor.workers=1")
+    return train_alone(machines, "actor.workers=1")
 
 
 def start(machines: SshHosts, name: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
@@ -92,18 +95,6 @@ def play_losing_a_host(machines: SshHosts, name: str, *layout: str) -> Path:
     return run_dir
 
 
-def saved_files(run_dir: Path) -> set[str]:
-    """Files of the state in the last checkpoint, which is verified."""
-    checkpoint = latest(RunFolder(run_dir).checkpoints_folder)
-    assert checkpoint is not None and checkpoint.step == LAST_STEP
-    verify(checkpoint.path)
-    return {path.name for path in checkpoint.path.glob("trainer*.safetensors")}
-
-
-def boxes(number: int) -> set[str]:
-    return {f"trainer-{box + 1:05d}-of-{number:05d}.safetensors" for box in range(number)}
-
-
 @pytest.mark.parametrize(("layout", "number"), [(FOUR_SHARDS, 4), (REDUNDANT, 2)])
 def test_parts_on_two_hosts_end_in_the_bits_of_one_rank_and_make_one_checkpoint(
     machines: SshHosts, weights_of_one_rank: str, layout: tuple[str, ...], number: int
@@ -111,7 +102,7 @@ def test_parts_on_two_hosts_end_in_the_bits_of_one_rank_and_make_one_checkpoint(
     command, run_dir = start(machines, f"cut-{number}", *layout)
     finish(command)
     assert weights_of(run_dir) == weights_of_one_rank
-    assert saved_files(run_dir) == boxes(number)
+    assert saved_files(run_dir, last_step=LAST_STEP) == boxes(number)
     ours = load_file(RunFolder(run_dir).checkpoints_folder / f"step-{LAST_STEP:06d}" / "model.safetensors")
     alone = RunFolder(machines.runs / "alone").checkpoints_folder / f"step-{LAST_STEP:06d}"
     theirs = load_file(alone / "model.safetensors")
@@ -121,11 +112,11 @@ def test_parts_on_two_hosts_end_in_the_bits_of_one_rank_and_make_one_checkpoint(
 
 
 def test_stages_of_tensor_ranks_on_two_hosts_end_in_the_bits_of_one_rank(machines: SshHosts) -> None:
-    alone = run_alone(machines, "sliced", "actor.workers=1", SLICED)
+    alone = train_alone(machines, "actor.workers=1", SLICED, name="sliced")
     command, run_dir = start(machines, "cut-model", *CUT_MODEL)
     finish(command)
     assert weights_of(run_dir) == alone
-    assert saved_files(run_dir) == boxes(4)
+    assert saved_files(run_dir, last_step=LAST_STEP) == boxes(4)
     machines.assert_nothing_left()
 
 
@@ -142,7 +133,7 @@ def test_a_rank_beside_the_run_folder_saves_the_parts_of_other_hosts(
     )
     finish(command)
     assert weights_of(run_dir) == weights_of_one_rank
-    assert saved_files(run_dir) == boxes(4)
+    assert saved_files(run_dir, last_step=LAST_STEP) == boxes(4)
     machines.assert_nothing_left()
 
 
@@ -154,9 +145,8 @@ def test_a_killed_rank_on_another_host_changes_no_bit_and_no_other_rank(
     kill_rank(machines, run_dir, "model-3")
     finish(command)
     assert weights_of(run_dir) == weights_of_one_rank
-    assert saved_files(run_dir) == boxes(4)
-    joined = [fact.peer.process for fact in facts_of(run_dir) if isinstance(fact, ProcessJoined)]
-    assert [joined.count(f"model-{rank}") for rank in range(4)] == [1, 1, 1, 2]
+    assert saved_files(run_dir, last_step=LAST_STEP) == boxes(4)
+    assert ranks_joined(run_dir, 4) == [1, 1, 1, 2]
     machines.assert_nothing_left()
 
 
@@ -165,7 +155,7 @@ def test_a_host_that_is_lost_takes_no_step_with_it_where_every_part_is_on_anothe
 ) -> None:
     run_dir = play_losing_a_host(machines, "lost", *REDUNDANT)
     assert weights_of(run_dir) == weights_of_one_rank
-    assert saved_files(run_dir) == boxes(2)
+    assert saved_files(run_dir, last_step=LAST_STEP) == boxes(2)
     assert_no_step_lost(run_dir)
     machines.assert_nothing_left()
 
@@ -175,7 +165,7 @@ def test_a_host_that_is_lost_with_the_only_parts_is_made_again_from_the_copies_o
 ) -> None:
     run_dir = play_losing_a_host(machines, "lost-parts", *FOUR_SHARDS)
     assert weights_of(run_dir) == weights_of_one_rank
-    assert saved_files(run_dir) == boxes(4)
+    assert saved_files(run_dir, last_step=LAST_STEP) == boxes(4)
     machines.assert_nothing_left()
 
 
@@ -254,7 +244,7 @@ def test_one_rank_on_the_machine_of_the_launcher_goes_on_from_the_parts_of_hosts
     code, output = machines.ask("resume", str(run_dir), *alone, timeout_s=LONGEST_S)
     assert code == 0, output
     assert weights_of(run_dir) == weights_of_one_rank
-    assert saved_files(run_dir) == {"trainer.safetensors"}
+    assert saved_files(run_dir, last_step=LAST_STEP) == {"trainer.safetensors"}
     assert not (run_dir / "joined_hosts.json").exists()
     machines.assert_nothing_left()
 
@@ -271,7 +261,7 @@ def test_ranks_of_two_hosts_that_are_lost_together_return_to_the_checkpoint_of_t
     finish(command)
     assert weights_of(run_dir) == weights_of_one_rank
     assert any(isinstance(fact, RolledBack) for fact in facts_of(run_dir))
-    assert saved_files(run_dir) == boxes(4)
+    assert saved_files(run_dir, last_step=LAST_STEP) == boxes(4)
     machines.assert_nothing_left()
 
 
@@ -281,7 +271,7 @@ def test_a_run_on_hosts_begins_with_the_parts_of_a_model_folder(
     folder = machines.runs / "model"
     shutil.copytree(RunFolder(machines.runs / "alone").checkpoints_folder / f"step-{LAST_STEP:06d}", folder)
     given = ("model.new=null", f"model.path={folder}")
-    alone = run_alone(machines, "alone-from-folder", "actor.workers=1", *given)
+    alone = train_alone(machines, "actor.workers=1", *given, name="alone-from-folder")
     assert alone != weights_of_one_rank
     command, run_dir = start(machines, "from-folder", *FOUR_SHARDS, *given)
     finish(command)
@@ -331,7 +321,7 @@ def test_a_rank_that_is_killed_while_it_brings_its_part_leaves_whole_checkpoints
     os.unlink(machines.scratch_folder(host) / died.name)  # Raises if the fault has not happened.
     finish(command)
     assert weights_of(run_dir) == weights_of_one_rank
-    assert saved_files(run_dir) == boxes(4)
+    assert saved_files(run_dir, last_step=LAST_STEP) == boxes(4)
     facts = facts_of(run_dir)
     saved = [fact for fact in facts if isinstance(fact, CheckpointSaved)]
     assert [fact.step for fact in saved] == [2, 4, 6, 7]

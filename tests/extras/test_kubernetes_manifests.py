@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ from kintsugi.cluster.backends.contract import HostOrder
 from kintsugi.cluster.backends.kubernetes import manifests
 from kintsugi.cluster.backends.kubernetes.manifests import Deployment, Workload
 from kintsugi.config.schema import KubernetesSection
+from tests.cluster import kustomize
 
 kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="needs kubernetes-validate: make test-extras"
 )
-DEPLOY = Path(__file__).parents[2] / "deploy" / "kubernetes"
 VERSIONS = ("1.25", "1.30", "1.37")
 
 
@@ -28,6 +27,7 @@ def deployment(workload: Workload) -> Deployment:
         namespace="runs",
         workload=workload,
         template={"spec": {"tolerations": [{"operator": "Exists"}]}},
+        requests={"cpu": "2200m", "memory": "861Mi"},
     )
 
 
@@ -43,14 +43,19 @@ def created() -> list[dict[str, Any]]:
     ]
 
 
+def built() -> list[dict[str, Any]]:
+    """The base as kustomize builds it, where there is a kubectl."""
+    return kustomize.build(kustomize.BASE) if kustomize.missing() is None else []
+
+
 def shipped() -> list[dict[str, Any]]:
-    files = [path for path in DEPLOY.glob("*.yaml") if path.stem not in ("kustomization", "recipe")]
+    files = [path for path in kustomize.BASE.glob("*.yaml") if path.stem not in ("kustomization", "recipe")]
     return [each for path in sorted(files) for each in yaml.safe_load_all(path.read_text())]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_object_is_valid_in_the_strict_sense(version: str) -> None:
-    objects = created() + shipped()
+    objects = created() + shipped() + built()
     assert {each["kind"] for each in objects} >= {"Secret", "Job", "Pod", "Event", "Role", "RoleBinding"}
     for each in objects:
         kubernetes_validate.validate(each, version, strict=True)

@@ -44,7 +44,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     }
     | {"page", "run_folder", "serving", "simulation"},
     "cluster": SHARED
-    | {"bulk", "checkpoint.snapshot", "checkpoint.store", "device_lease", "run_folder", "weights"},
+    | {"bulk", "checkpoint.snapshot", "checkpoint.store", "control.placement", "device_lease"}
+    | {"run_folder", "weights"},
     "config": GROUND
     | {"model", "telemetry.export", "data", "rollout", "control.placement", "graph.algorithms"},
     "control": SHARED

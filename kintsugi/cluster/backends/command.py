@@ -107,6 +107,25 @@ class EngineCommand:
         self._output.close()
 
 
+class LineBuffer:
+    """Output of a command that arrives in pieces, as lines."""
+
+    def __init__(self) -> None:
+        self._unread = b""
+
+    def add(self, content: bytes) -> None:
+        self._unread += content
+
+    def take(self, *, begin: bytes) -> bytes | None:
+        """Take the next whole line that begins so; None if there is none yet. Lines before it are dropped: they are
+        the engine's own."""
+        while b"\n" in self._unread:
+            line, _, self._unread = self._unread.partition(b"\n")
+            if line.startswith(begin):
+                return line
+        return None
+
+
 class Conversation:
     """A command that answers lines with lines."""
 
@@ -114,7 +133,7 @@ class Conversation:
         """Start it. OSError if the program can not be executed."""
         given, self._orders = os.pipe2(os.O_CLOEXEC)
         self._answers, answers = os.pipe2(os.O_CLOEXEC)
-        self._unread = b""
+        self._output = LineBuffer()
         try:
             self._command = EngineCommand(argv, stdin=given, stdout=answers)
         except OSError:
@@ -135,24 +154,19 @@ class Conversation:
             os.write(self._orders, line + b"\n")
 
     def hear(self, *, begin: bytes, timeout_s: float) -> bytes | None:
-        """Return the next line that begins so; None if none comes in time. Others are the engine's own."""
+        """Return the next line that begins so; None if none comes in time."""
         until = SYSTEM_CLOCK.monotonic() + timeout_s
-        while True:
-            line, newline, rest = self._unread.partition(b"\n")
-            if newline:
-                self._unread = rest
-                if line.startswith(begin):
-                    return line
-                continue
+        while (line := self._output.take(begin=begin)) is None:
             remaining_s = max(0.0, until - SYSTEM_CLOCK.monotonic())
             with suppress(DeadlineExceeded):
                 if wait_readable(self._answers, whom="a host", what="its answer", timeout_s=remaining_s):
                     content = os.read(self._answers, 65536)
                     if not content:
                         return None
-                    self._unread += content
+                    self._output.add(content)
                     continue
             return None
+        return line
 
     def explain(self) -> str:
         """Describe its end."""

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import yaml
 
+from kintsugi.cli.capacity import run_memory
 from kintsugi.cli.hosts import moved, placed_cluster
 from kintsugi.cluster.backends.contract import (
     HostCame,
@@ -37,15 +38,18 @@ from kintsugi.cluster.backends.kubernetes.manifests import (
     rights,
 )
 from kintsugi.cluster.backends.kubernetes.opening import planned_objects
-from kintsugi.cluster.backends.kubernetes.pods import AVOID_S, UNPLACED_S, UNTAKEN_S, PodTracker
+from kintsugi.cluster.backends.kubernetes.pods import AVOID_S, UNPLACED_S, UNTAKEN_S, PodTracker, view
 from kintsugi.cluster.host_manager import DOUBTED_SILENT_S, HostDecision, HostPhase, HostRecord, decide
 from kintsugi.cluster.joining import Ticket
 from kintsugi.cluster.ticket_file import STALE_S, supervise_with_file
+from kintsugi.config.recipe import load
 from kintsugi.config.schema import ClusterSection, Config, KubernetesSection
 from kintsugi.errors import ConfigError, UserError, WorldError
 from kintsugi.lab.testbed.pod_signals import RIGHTS
-from kintsugi.types import Peer
+from kintsugi.types import Peer, Role
+from tests.cluster import kubernetes_server
 from tests.cluster.kubernetes_server import KubernetesServer
+from tests.cluster.programs.kubernetes_script import answers
 
 HOSTS = ("host-1", "host-2")
 ROOT = Path(__file__).parents[3]
@@ -451,13 +455,85 @@ def test_the_workload_is_chosen_by_what_the_cluster_has() -> None:
         choose_workload("volcano", version=(1, 30), has_volcano=False)
 
 
+def on_pods(*overrides: str) -> Config:
+    given = ("cluster.on=k8s", "cluster.kubernetes.image=registry/kintsugi:1", *overrides)
+    return load("grpo_arithmetic", given).config
+
+
+def planned_resources(*overrides: str) -> dict[str, dict[str, Any]]:
+    _, job = yaml.safe_load_all(planned_objects(on_pods(*overrides)))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    resources: dict[str, dict[str, Any]] = container.get("resources", {})
+    return resources
+
+
 def test_manifest_prints_what_would_be_created() -> None:
-    section = KubernetesSection(image="registry/kintsugi:1", pods=3, spare_pods=1)
-    text = planned_objects(Config(name="x", cluster=ClusterSection(on="k8s", kubernetes=section)))
+    text = planned_objects(on_pods("cluster.kubernetes.pods=3", "cluster.kubernetes.spare_pods=1"))
     secret, job = yaml.safe_load_all(text)
     assert (secret["kind"], job["kind"], job["spec"]["completions"]) == ("Secret", "Job", 4)
     with pytest.raises(ConfigError, match=r"cluster\.kubernetes\.image: expected the image of the pods"):
         planned_objects(Config(name="x", cluster=ClusterSection(on="k8s")))
+
+
+@pytest.mark.parametrize(("pods", "most"), [(1, "6300m"), (2, "3300m"), (3, "3200m"), (7, "1200m")], ids=str)
+def test_each_pod_requests_the_cpus_of_the_one_with_most_ranks_and_servers(pods: int, most: str) -> None:
+    """Two ranks, a rollout worker and four servers are placed in turn; each host has an agent and a supervisor."""
+    counts = ("actor.workers=2", "generation.servers=4", "rollout.workers=1")
+    given = planned_resources(f"cluster.kubernetes.pods={pods}", *counts)
+    assert given["requests"]["cpu"] == most
+
+
+def test_each_pod_requests_the_memory_that_check_estimates_for_the_fullest_one() -> None:
+    config = on_pods("cluster.kubernetes.pods=1")
+    memory = run_memory(config, num_devices=0)
+    rank, server, other = (memory.of_role(role).host_bytes for role in (Role.MODEL, Role.SERVER, Role.AGENT))
+    counts = config.actor.workers, config.generation.servers, 2 + config.rollout.workers
+    expected = sum(count * each for count, each in zip(counts, (rank, server, other), strict=True))
+    given = planned_resources("cluster.kubernetes.pods=1")["requests"]["memory"]
+    assert 0 <= int(given.removesuffix("Mi")) * 2**20 - expected < 2**20
+
+
+def test_what_a_pod_requests_can_be_given_and_left_out() -> None:
+    given = planned_resources("cluster.kubernetes.cpus=0.5", "cluster.kubernetes.memory_gib=3")
+    assert given == {"requests": {"cpu": "500m", "memory": "3072Mi"}}
+    assert planned_resources("cluster.kubernetes.cpus=0", "cluster.kubernetes.memory_gib=0") == {}
+    of_gpus = planned_resources("cluster.kubernetes.gpus=2", "cluster.kubernetes.cpus=0")
+    assert of_gpus["limits"] == {"nvidia.com/gpu": 2} and of_gpus["requests"].keys() == {"memory"}
+
+
+@pytest.mark.parametrize(
+    ("resources", "merged"),
+    [
+        ({"requests": {"cpu": "3"}}, {"requests": {"cpu": "3", "memory": "1Gi"}}),
+        ({"limits": {"cpu": "1"}}, {"requests": {"memory": "1Gi"}, "limits": {"cpu": "1"}}),
+        ({"limits": {"cpu": "1", "memory": "1Gi"}}, {"limits": {"cpu": "1", "memory": "1Gi"}}),
+    ],
+)
+def test_the_requests_of_the_users_template_hold_and_its_limits_are_requests(
+    resources: dict[str, Any], merged: dict[str, Any]
+) -> None:
+    made = msgspec.structs.replace(
+        deployment(Workload.JOB),
+        requests={"cpu": "2200m", "memory": "1Gi"},
+        template={"spec": {"containers": [{"name": "agent", "resources": resources}]}},
+    )
+    (spec,) = pod_specs(made)
+    assert spec["containers"][0]["resources"] == merged
+
+
+def test_a_pod_that_no_node_takes_says_what_it_requests_and_what_changes_that() -> None:
+    seen = pod(phase="Pending")
+    condition = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes: 3 Insufficient cpu."}
+    seen["status"]["conditions"] = [condition]
+    found = view(seen, hosts=HOSTS)
+    assert found is not None and found.why == "no node takes its pod: 0/3 nodes: 3 Insufficient cpu."
+    requests = {"cpu": "2200m", "memory": "1500Mi"}
+    seen["spec"] = {"containers": [{"name": "agent", "resources": {"requests": requests}}]}
+    found = view(seen, hosts=HOSTS)
+    assert found is not None and found.why == (
+        "no node takes its pod: 0/3 nodes: 3 Insufficient cpu. "
+        "It requests cpu 2200m, memory 1500Mi: see cluster.kubernetes.cpus and .memory_gib."
+    )
 
 
 @pytest.mark.parametrize("name", ["role", "laboratory"])
@@ -599,6 +675,15 @@ def test_a_watch_goes_on_after_a_cut_and_a_version_that_is_gone_is_told(server: 
                     await anext(changes)
 
     asyncio.run(asyncio.wait_for(script(), 20))
+
+
+def test_a_pod_that_no_node_takes_stays_without_one_on_the_small_server(
+    server: KubernetesServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the script of both servers takes: its pod selects a node that there is not."""
+    monkeypatch.setattr(kubernetes_server, "START_S", 0.0)
+    server.rights |= {"nothing": set()}
+    assert ["exec", "script-pod", 400] in answers(server.access)
 
 
 # The back end.

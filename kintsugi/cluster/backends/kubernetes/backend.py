@@ -55,6 +55,7 @@ class KubernetesBackend:
         hosts: Sequence[str],
         patience_s: float,
         template: dict[str, Any] | None = None,
+        requests: dict[str, str] | None = None,
         load: Callable[[], Access] = load_access,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -67,6 +68,7 @@ class KubernetesBackend:
             namespace=settings.namespace,
             workload=Workload.PODS,
             template=template or {},
+            requests=requests or {},
         )
         self._orders: deque[tuple[HostOrder, ...]] = deque()
         self._events: deque[HostEvent] = deque()

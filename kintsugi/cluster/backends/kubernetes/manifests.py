@@ -60,6 +60,8 @@ class Deployment(msgspec.Struct, frozen=True):
     workload: Workload
     template: Object = {}
     """Pod template of the user, which is merged into ours."""
+    requests: dict[str, str] = {}
+    """Resources that each pod requests, as `{"cpu": "2200m", "memory": "1500Mi"}`."""
 
     @property
     def name(self) -> str:
@@ -228,8 +230,8 @@ def pod_template(deployment: Deployment, *, ticket: str) -> Object:
             {"name": "shared-memory", "mountPath": "/dev/shm"},
         ],
     }
-    if deployment.settings.gpus:
-        container["resources"] = {"limits": {deployment.settings.gpu_resource: deployment.settings.gpus}}
+    if resources := _resources(deployment):
+        container["resources"] = resources
     # Keys of a Secret may not be named by number alone; the files of a Job are, by their index.
     items = [{"key": host, "path": f"index-{index}"} for index, host in enumerate(deployment.hosts)]
     apart = {
@@ -268,6 +270,18 @@ def pod_template(deployment: Deployment, *, ticket: str) -> Object:
     }
     merged: Object = merge(ours, deployment.template)
     return merged
+
+
+def _resources(deployment: Deployment) -> Object:
+    """Return what the container requests and what limits it. A limit of the user's template is its request too, as
+    Kubernetes has it: one of ours might be above it."""
+    containers = (deployment.template.get("spec") or {}).get("containers") or ()
+    resources = [each.get("resources") or {} for each in containers if each.get("name") == CONTAINER]
+    limits = {name for each in resources for name in each.get("limits") or ()}
+    requests = {name: size for name, size in deployment.requests.items() if name not in limits}
+    settings = deployment.settings
+    found: Object = {"requests": requests} if requests else {}
+    return found | ({"limits": {settings.gpu_resource: settings.gpus}} if settings.gpus else {})
 
 
 def merge(ours: Any, theirs: Any) -> Any:

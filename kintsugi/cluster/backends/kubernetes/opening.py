@@ -1,7 +1,9 @@
-"""From the configuration of a run to its back end: the pod template of the user, and what each host must have."""
+"""From the configuration of a run to its back end: the pod template of the user, what each pod requests of its node,
+and what each host must have."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,19 @@ from kintsugi.cluster.backends.kubernetes import manifests
 from kintsugi.cluster.backends.kubernetes.backend import KubernetesBackend
 from kintsugi.cluster.backends.kubernetes.manifests import Deployment, Workload, check_template
 from kintsugi.cluster.joining import HostNeeds, versions
-from kintsugi.config.schema import Config, KubernetesSection
+from kintsugi.config.schema import ClusterSection, Config, KubernetesSection
+from kintsugi.control.placement import plan_layout
 from kintsugi.errors import ConfigError
+from kintsugi.model.memory import PLAIN_PROCESS_BYTES, RunMemory
+from kintsugi.model.plan import plan_architecture, plan_companions
+from kintsugi.types import Role
 
 PATIENCE = 0.75
 """Part of the time for a start in which a pod must have got a node and an image."""
+COMPUTING_CPUS, OTHER_CPUS = 1.0, 0.1
+"""CPUs of a rank or a generation server, which compute in one thread, and of any other process: those pass messages
+and wait."""
+COMPUTING = (Role.MODEL, Role.SERVER)
 
 
 def host_names(settings: KubernetesSection) -> tuple[str, ...]:
@@ -50,6 +60,37 @@ def check_settings(settings: KubernetesSection) -> None:
     read_template(settings)
 
 
+def placed_in_pods(cluster: ClusterSection) -> ClusterSection:
+    """Return the section with one host per pod besides the launcher's machine."""
+    settings = cluster.kubernetes
+    hosts = host_names(settings)
+    return msgspec.structs.replace(
+        cluster, hosts=1 + len(hosts), slots=(0, *(1 for _ in hosts)), spare_hosts=settings.spare_pods
+    )
+
+
+def pod_requests(config: Config) -> dict[str, str]:
+    """Return what each pod requests of its node. All pods are alike, as a spare one may get the processes of any
+    other: it is what the pod needs that needs most."""
+    settings = config.cluster.kubernetes
+    memory = RunMemory(config, plan_architecture(config), plan_companions(config), settings.gpus)
+    roles: dict[str, list[Role]] = {host: [] for host in host_names(settings)}
+    for process in plan_layout(config):
+        if process.host in roles:
+            roles[process.host].append(process.role)
+    cpus, size = settings.cpus, settings.memory_gib
+    if cpus is None:
+        cpus = max(OTHER_CPUS + sum(map(_cpus, each)) for each in roles.values())  # With the supervisor.
+    if size is None:
+        size = max(PLAIN_PROCESS_BYTES + memory.of_host(each) for each in roles.values()) / 2**30
+    asked = {"cpu": f"{round(1000 * cpus)}m", "memory": f"{math.ceil(1024 * size)}Mi"}
+    return {name: amount for name, amount in asked.items() if amount not in ("0m", "0Mi")}
+
+
+def _cpus(role: Role) -> float:
+    return COMPUTING_CPUS if role in COMPUTING else OTHER_CPUS
+
+
 def open_kubernetes(config: Config, *, job: str) -> tuple[Backend, dict[str, HostNeeds], dict[str, str]]:
     """Open the back end; return it with what each host has to have, and names of machines, which pods do not have."""
     settings = config.cluster.kubernetes
@@ -61,6 +102,7 @@ def open_kubernetes(config: Config, *, job: str) -> tuple[Backend, dict[str, Hos
         hosts=hosts,
         patience_s=PATIENCE * config.cluster.start_timeout_s,
         template=read_template(settings),
+        requests=pod_requests(config),
     )
     needs = HostNeeds(versions(), settings.gpus)
     return backend, {host: msgspec.structs.replace(needs) for host in hosts}, {}
@@ -70,6 +112,7 @@ def planned_objects(config: Config) -> str:
     """Return the objects of a run as YAML, without its tickets. No cluster is asked: `auto` is an Indexed Job."""
     settings = config.cluster.kubernetes
     check_settings(settings)
+    placed = msgspec.structs.replace(config, cluster=placed_in_pods(config.cluster))
     deployment = Deployment(
         job="RUN",
         hosts=host_names(settings),
@@ -77,6 +120,7 @@ def planned_objects(config: Config) -> str:
         namespace=settings.namespace or "default",
         workload=Workload.JOB if settings.workload == "auto" else Workload(settings.workload),
         template=read_template(settings),
+        requests=pod_requests(placed),
     )
     orders = [HostOrder(host, b"a ticket for one use") for host in deployment.hosts]
     objects = [manifests.secret(deployment, orders)]

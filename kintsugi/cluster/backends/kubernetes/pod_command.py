@@ -15,6 +15,7 @@ from typing import Self
 
 import aiohttp
 
+from kintsugi.cluster.backends.command import LineBuffer
 from kintsugi.cluster.backends.kubernetes.client import Client
 
 PROTOCOL = "v4.channel.k8s.io"
@@ -43,7 +44,7 @@ class PodCommand:
             *(("stdin", "true"), ("stdout", "true"), ("stderr", "true")),
             *(("command", word) for word in command),
         ]
-        self._unread = b""
+        self._output = LineBuffer()
         self._said = b""
 
     async def __aenter__(self) -> Self:
@@ -66,21 +67,16 @@ class PodCommand:
         return None
 
     async def _hear(self, begin: bytes) -> bytes | None:
-        while True:
-            line, newline, rest = self._unread.partition(b"\n")
-            if newline:
-                self._unread = rest
-                if line.startswith(begin):
-                    return line
-                continue
+        while (line := self._output.take(begin=begin)) is None:
             message = await self._socket.receive()
             if message.type is not aiohttp.WSMsgType.BINARY:
                 return None
             stream, content = message.data[0], message.data[1:]
             if stream == Stream.OUTPUT:
-                self._unread += content
+                self._output.add(content)
             else:
                 self._said = (self._said + content)[-MOST_SAID:]
+        return line
 
     def explain(self) -> str:
         """Return the end of what it has written to its standard error, or how it has ended; empty if nothing came."""

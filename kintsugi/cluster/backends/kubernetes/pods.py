@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kintsugi.cluster.backends.contract import HostCame, HostDoubted, HostEvent, HostLeaves, HostWent
-from kintsugi.cluster.backends.kubernetes.manifests import COMPLETION_INDEX, INDEX_LABEL
+from kintsugi.cluster.backends.kubernetes.manifests import COMPLETION_INDEX, CONTAINER, INDEX_LABEL
 
 CANNOT_START = frozenset(
     {"ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
@@ -90,7 +90,7 @@ def view(pod: Mapping[str, Any], *, hosts: Sequence[str]) -> PodView | None:
         elif (conditions.get("Ready") or {}).get("status") in ("False", "Unknown"):
             doubt = f"its node {spec.get('nodeName', '')} is not ready"
     if phase is PodPhase.PENDING and (conditions.get("PodScheduled") or {}).get("status") == "False":
-        why = f"no node takes its pod: {conditions['PodScheduled'].get('message', '')}"
+        why = f"no node takes its pod: {conditions['PodScheduled'].get('message', '')}{_requested(spec)}"
     node = str(spec.get("nodeName") or "")
     return PodView(
         name=metadata["name"],
@@ -105,6 +105,16 @@ def view(pod: Mapping[str, Any], *, hosts: Sequence[str]) -> PodView | None:
         doubt=doubt,
         is_going=is_going,
     )
+
+
+def _requested(spec: Mapping[str, Any]) -> str:
+    """Describe what a pod requests of its node, and what changes it."""
+    containers = [each for each in spec.get("containers") or () if each.get("name") == CONTAINER]
+    requests = [
+        item for each in containers for item in (each.get("resources") or {}).get("requests", {}).items()
+    ]
+    listed = ", ".join(f"{name} {size}" for name, size in requests)
+    return f" It requests {listed}: see cluster.kubernetes.cpus and .memory_gib." if listed else ""
 
 
 def _phase(status: Mapping[str, Any]) -> tuple[PodPhase, str]:
