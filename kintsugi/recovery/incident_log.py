@@ -60,9 +60,9 @@ class Incident:
         self.refused: tuple[str, ...] = ()
         """Ranks of which that was said; others may be able to."""
         self.awaits_lost = False
-        """Whether the reason is that lost ranks are waited for, whose parts are out of reach."""
-        self.has_awaited_lost = False
-        """Whether lost ranks have been waited for before, so that steps are undone now."""
+        """Whether lost ranks are waited for, because the snapshots of their parts are out of reach."""
+        self.awaited: set[str] = set()
+        """Ranks that were waited for in vain."""
         self.fell_back = False
         """Whether the run has already returned to an earlier step."""
 

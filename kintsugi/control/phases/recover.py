@@ -108,6 +108,8 @@ class RecoveryCoordinator:
         """Time at which a failed recovery is repeated."""
         self._dump_again = False
         """The last checkpoint is requested while another save is under way, which may be the answer."""
+        self._read_hosts: set[str] = set()
+        """Hosts whose snapshots could be read when ranks were last asked to repair their state."""
         self._unaddressed: set[str] = set()
         """Ranks that could not be repaired in this attempt because they lacked the address of a source."""
         self.step_s = 1.0
@@ -289,13 +291,15 @@ class RecoveryCoordinator:
         waited_s = now - self.protocol.since[_S.WAITING]
         limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
         incident = self._incidents.current
-        is_alone = incident is not None and self._can_not_hold(incident)
+        awaited = self._awaited(incident) if incident is not None else []
+        is_alone = bool(awaited) or (incident is not None and self._can_not_hold(incident))
         if is_alone or not self._decision.state.members.live(Role.MODEL):
             limit_s = max(limit_s, self._config.cluster.start_timeout_s)  # No rank can continue without them.
         if waited_s <= limit_s and (is_alone or not self._processes.cannot_start(Role.MODEL)):
             return report
-        if incident is not None and incident.awaits_lost:  # They did not come: steps are undone instead.
-            incident.awaits_lost, incident.does_not_fit = False, ""
+        if incident is not None:
+            incident.awaits_lost = False
+            incident.awaited.update(awaited)  # They did not come: steps are undone instead.
         chosen, incident = self._choose(now, replacements_fail=True), self._incidents.current
         if incident is None or incident.strategy is not Strategy.ELASTIC:
             return chosen
@@ -355,7 +359,7 @@ class RecoveryCoordinator:
         if without_holder(holders, self.protocol.mesh):
             lacking = [rank for rank in ranks if rank not in holders]
             is_handled = self._replace_newcomer(process, fault, now) or self._send_home(lacking, fault, now)
-            if not is_handled and not self._await_lost():
+            if not is_handled and not self._look_further():
                 self._fall_back(fault, now)
         elif process in living and process not in holders:
             self._processes.terminate(process, fault, now)
@@ -381,6 +385,8 @@ class RecoveryCoordinator:
                 self._processes.terminate(culprit, fault, now)
             return self.failed(self.ranks[0], fault, now, phase=Phase.RECOVERING)
         if orders.bodies:
+            if self.protocol.state is _S.REPAIRING:
+                self._read_hosts = self._hosts_with_ranks()
             bodies = {rank: self._timed(body) for rank, body in orders.bodies.items()}
             self._pending.ask_each(Purpose.OPERATION, bodies, now)
         elif not self.active:
@@ -447,28 +453,47 @@ class RecoveryCoordinator:
         self._processes.terminate(rank, fault, now)
         return True
 
-    def _await_lost(self) -> bool:
-        """Wait for lost ranks before steps are undone, once per incident, where the snapshots of their parts may be on
-        hosts without a live rank that could read them."""
-        incident, state = self._incidents.current, self._decision.state
+    def _look_further(self) -> bool:
+        """Try again before steps are undone, where snapshots are on hosts that had no rank to read them: at once if one
+        has come meanwhile, else when lost ranks are back. Return whether there are any."""
+        incident = self._incidents.current
         assert incident is not None
-        before, members = mesh_of_step(self._config, state, state.step), state.members
-        if before == self.protocol.mesh or incident.does_not_fit or incident.has_awaited_lost:
-            return False
-        with_readers = {members.members[rank].host for rank in members.live(Role.MODEL)}
-        lost = [
-            name
-            for name in before.ranks or rank_names(self._config.actor.workers)
-            if not members.is_live(name)
-            and state.homes.get(name, "") not in with_readers
-            and members.agent_of(state.homes.get(name, "")) is not None
-        ]
-        if lost:
-            incident.awaits_lost = incident.has_awaited_lost = True
-            incident.does_not_fit = f"what {', '.join(lost)} held is out of reach of the live ranks"
-            incident.refused = self._cut_over()
+        incident.awaits_lost = True
+        lost, has_reader = self._awaited(incident), self._has_new_reader()
+        incident.awaits_lost = bool(lost)
+        if lost or has_reader:
             incident.attempts = incident.repairs = 0
-        return bool(lost)
+        return bool(lost) or has_reader
+
+    def _awaited(self, incident: Incident) -> list[str]:
+        """Return the lost ranks that are waited for, each once per incident: the snapshots of their parts are on hosts
+        without a live rank. None as soon as a rank lives where none could read before: it may be enough."""
+        members = self._decision.state.members
+        if not incident.awaits_lost or self._has_new_reader():
+            return []
+        unread = self._unread_homes()
+        return [name for name in unread if not members.is_live(name) and name not in incident.awaited]
+
+    def _has_new_reader(self) -> bool:
+        """Whether a rank lives on a host whose snapshots could not be read when a repair was last tried."""
+        return not self._hosts_with_ranks().isdisjoint(self._unread_homes().values())
+
+    def _unread_homes(self) -> dict[str, str]:
+        """Return the holders of the committed state whose snapshots could not be read then, each with their host."""
+        state = self._decision.state
+        mesh = mesh_of_step(self._config, state, state.step)
+        homes = {
+            name: state.homes.get(name, "") for name in mesh.ranks or rank_names(self._config.actor.workers)
+        }
+        return {
+            name: home
+            for name, home in homes.items()
+            if home not in self._read_hosts and state.members.agent_of(home) is not None
+        }
+
+    def _hosts_with_ranks(self) -> set[str]:
+        members = self._decision.state.members
+        return {members.members[rank].host for rank in members.live(Role.MODEL)}
 
     def _can_not_hold(self, incident: Incident) -> bool:
         """Whether the live ranks are known not to be able to hold what is missing as well."""

@@ -9,7 +9,7 @@ from itertools import groupby
 import msgspec
 import pytest
 
-from kintsugi.config.schema import CheckpointSection
+from kintsugi.config.schema import CheckpointSection, ClusterSection
 from kintsugi.control.phases.recover import REPAIR_ATTEMPTS, UNADDRESSED_ATTEMPTS
 from kintsugi.control.phases.table import Phase
 from kintsugi.control.phases.train import FORGET_EVERY
@@ -29,7 +29,7 @@ from kintsugi.protocol.recovery import ForgetStates, NotifyNormal, PreLock, Rebu
 from kintsugi.protocol.training import RunCall, Save
 from kintsugi.recovery.rank import Flow
 from kintsugi.recovery.strategy import MAX_ATTEMPTS
-from kintsugi.types import sample_key
+from kintsugi.types import Role, sample_key
 from tests.unit.control.driven import CONFIG, Driven
 from tests.unit.control.outcomes import TWO_STAGES, begun, outcome, undisturbed
 
@@ -281,6 +281,69 @@ def test_a_repair_that_fails_once_is_tried_again_before_any_step_is_given_up() -
     driven.until(Phase.ENDED)
     assert not any(isinstance(fact, RolledBack) for fact in driven.facts)
     assert outcome(driven.facts) == EXPECTED
+
+
+def only_host_1_has_the_step(driven: Driven) -> None:
+    """Both ranks are lost, host-0 has lost its memory, and the rank of host-1 does not start again."""
+    driven.until(lambda: driven.state.step == 1 and driven.master.phase is Phase.TRAINING)
+    driven.unstartable = {"model-1"}
+    driven.world.snapshots["host-0"].clear()
+    for rank in ("model-0", "model-1"):
+        driven.lose(rank)
+
+
+def fail_repairs(driven: Driven, times: int) -> None:
+    """Let the only rank that lives look for the step, which it does not find."""
+    for _ in range(times):
+        driven.until(lambda: bool(driven.asked(Repair)))
+        (repair,) = driven.asked(Repair)
+        assert repair.to == "model-0"
+        driven.answer(repair)
+
+
+TWO_HOSTS = msgspec.structs.replace(
+    TWO_STAGES, checkpoint=NEVER, cluster=ClusterSection(hosts=2, start_timeout_s=30.0)
+)
+
+
+def test_before_a_step_is_undone_the_ranks_wait_for_a_lost_one_on_the_only_host_that_has_its_state() -> None:
+    driven = begun(TWO_HOSTS)
+    only_host_1_has_the_step(driven)
+    fail_repairs(driven, REPAIR_ATTEMPTS)
+    failed_at = driven.now
+    driven.until(lambda: driven.now > failed_at + TWO_HOSTS.cluster.start_timeout_s / 2)
+    assert not driven.asked(Repair) and driven.state.step == 1
+    driven.unstartable = set()
+    driven.until(Phase.ENDED)
+    assert not [fact for fact in driven.facts if isinstance(fact, RolledBack)]
+    assert outcome(driven.facts) == undisturbed(TWO_HOSTS)
+
+
+def test_a_lost_rank_that_does_not_come_is_waited_for_once_and_then_the_step_is_undone() -> None:
+    driven = begun(TWO_HOSTS)
+    only_host_1_has_the_step(driven)
+    fail_repairs(driven, REPAIR_ATTEMPTS)
+    failed_at = driven.now
+    fail_repairs(driven, REPAIR_ATTEMPTS)
+    assert driven.now - failed_at > TWO_HOSTS.cluster.start_timeout_s
+    assert [fact.step for fact in driven.facts if isinstance(fact, RolledBack)] == [0]
+    driven.until(Phase.ENDED)
+    assert outcome(driven.facts) == undisturbed(TWO_HOSTS)
+
+
+def test_a_rank_that_joins_while_the_last_repair_fails_is_asked_before_a_step_is_undone() -> None:
+    driven = begun(TWO_HOSTS)
+    only_host_1_has_the_step(driven)
+    fail_repairs(driven, REPAIR_ATTEMPTS - 1)
+    driven.until(lambda: bool(driven.asked(Repair)))
+    (repair,) = driven.asked(Repair)
+    driven.hold(repair)
+    driven.unstartable = set()
+    driven.until(lambda: "model-1" in driven.state.members.live(Role.MODEL))
+    driven.answer(repair)
+    driven.until(Phase.ENDED)
+    assert not [fact for fact in driven.facts if isinstance(fact, RolledBack)]
+    assert outcome(driven.facts) == undisturbed(TWO_HOSTS)
 
 
 def test_a_rank_that_had_no_address_of_a_source_is_sent_the_whole_book_and_its_failures_undo_no_step() -> (
