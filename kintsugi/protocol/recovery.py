@@ -147,7 +147,8 @@ class FetchState(MessageBody, frozen=True):
 
     step: int
     owner: str = ""
-    """Where a rank is asked for another box than its own: the name under which the snapshots of it are kept."""
+    """Where a rank is asked for a box that it need not hold itself: the name under which its host keeps snapshots of
+    it."""
     box: str = ""
     """Part of the state that is asked for (`model.seats.Seat.box`); empty for all of it."""
 

@@ -57,7 +57,7 @@ from kintsugi.simulation.replay_adapter import (
 )
 from kintsugi.simulation.workers import FETCH_DEADLINE_S, SimulatedWorker, drawn_digest
 from kintsugi.transport.rpc import Delivery
-from kintsugi.types import Role, StreamSource, WeightManifest, process_id
+from kintsugi.types import Role, StreamSource, WeightManifest, process_id, role_of
 
 Place = tuple[object, ...]
 
@@ -339,17 +339,18 @@ class SimulatedRank(SimulatedWorker):
             else:
                 why = f"version {body.version} is not published here, {self._published} is"
                 self.endpoint.fail(delivery, "RefusedError", why)
-        elif body.owner and body.box != state.box:
-            self._answer_other_box(delivery, body)
         elif (
             state.step == body.step and state.box == body.box and state.stage and self._has_committed_state()
         ):
             self.endpoint.reply(delivery, state_message(state))
+        elif body.owner:
+            self._answer_held_box(delivery, body)
         else:
             self.endpoint.fail(delivery, "RefusedError", f"stands at step {state.step}, not at {body.step}")
 
-    def _answer_other_box(self, delivery: Delivery, body: FetchState) -> None:
-        """Give a box that this rank held before, or a lost rank of this host."""
+    def _answer_held_box(self, delivery: Delivery, body: FetchState) -> None:
+        """Give a box from the snapshots of this host: of one that this rank held before, of a lost rank, or of its own
+        predecessor."""
         held = self._memory.snapshots.get(body.owner, ())
         found = [each for each in held if (each.step, each.box) == (body.step, body.box)]
         if found:
@@ -655,7 +656,8 @@ class SimulatedRank(SimulatedWorker):
         saved = self._memory.checkpoints.get(source)
         if saved is not None:
             return self._of_checkpoint(saved)
-        return self._fetch_box(source, step, self.name, self.adapter.box)
+        owner = self.name if role_of(source) is Role.AGENT else ""
+        return self._fetch_box(source, step, owner, self.adapter.box)
 
     def _of_checkpoint(self, saved: dict[str, ReplaySnapshot]) -> ReplaySnapshot:
         """The own box, from those of any mesh."""

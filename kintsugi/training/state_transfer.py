@@ -54,8 +54,8 @@ class StateSource:
         if request.step == self._state.prepared_step:
             self._state.commit(request.step)  # Only committed steps are requested.
         counters, box = self._state.committed_counters, self._state.seat.box
-        if request.box != box and request.owner:
-            return self._other_box(request)
+        if request.owner and (request.box, request.step) != (box, counters.step):
+            return self._held_box(request)
         if request.box != box:
             raise RefusedError(f"this rank holds box {box!r} of the state, not {request.box!r}")
         if request.step != counters.step:
@@ -67,8 +67,9 @@ class StateSource:
             self._served = msgspec.structs.replace(state_fetched(manifest, counters, box=box), offer=offer)
         return self._served
 
-    def _other_box(self, request: FetchState) -> StateFetched:
-        """Offer a box that this rank held before, or a lost rank of this host."""
+    def _held_box(self, request: FetchState) -> StateFetched:
+        """Offer a box from the snapshots of this host: of one that this rank held before, of a lost rank, or of its own
+        predecessor, which a rank without a seat does not take over."""
         key = request.owner, request.box, request.step
         if key not in self._others:
             held = read_box(

@@ -6,10 +6,12 @@ import gc
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 from torch import Tensor
 
+from kintsugi.bulk.server import BulkServer
 from kintsugi.checkpoint.snapshot import HeldSnapshots, Snapshots, find_slot
 from kintsugi.config.schema import ActorSection, Config, LayoutSection
 from kintsugi.errors import DoesNotFit, IntegrityError, RefusedError
@@ -17,13 +19,16 @@ from kintsugi.model.architecture import ModelConfig
 from kintsugi.model.partition import part_of
 from kintsugi.model.seats import UNCUT, Mesh, seat_of
 from kintsugi.model.transformer import Transformer, initialize
-from kintsugi.protocol.recovery import BoxCopies, BoxCopy, MeshShape
+from kintsugi.protocol.bulk import BulkOffer
+from kintsugi.protocol.recovery import BoxCopies, BoxCopy, FetchState, MeshShape
 from kintsugi.training.group import Groups
 from kintsugi.training.held_boxes import BoxReader, KeptSnapshots
+from kintsugi.training.peer_replication import describe_state
 from kintsugi.training.rank_state import RankState
 from kintsugi.training.seating import RankSeating
 from kintsugi.training.snapshots import CopyCounters, StoredState
 from kintsugi.training.state import TrainingState
+from kintsugi.training.state_transfer import StateSource
 from tests.unit.training.fakes import FakeSegments
 from tests.unit.training.test_stage_states import SEPARATE, STAGE, TIED, train_step
 from tests.unit.training.world import in_mesh
@@ -150,6 +155,28 @@ def test_snapshots_of_the_seat_before_are_kept_for_two_steps() -> None:
 def test_a_rank_of_a_mesh_that_names_its_ranks_is_seated_by_their_order() -> None:
     mesh = Mesh(2, ranks=("model-1", "model-3"))
     assert [seat_of(name, mesh).box for name in mesh.ranks] == ["0/2", "1/2"]
+
+
+class Offers:
+    """Offers of a rank that no process fetches."""
+
+    def offer(self, name: str, export: object) -> BulkOffer:
+        return BulkOffer("model-0", name)
+
+
+def test_a_rank_without_a_seat_gives_others_what_its_predecessor_has_left_on_this_host() -> None:
+    segments = FakeSegments()
+    (trained, _), mesh = begun(Mesh(2), segments), Mesh(2)
+    state = fresh(mesh, 0, segments=segments)
+    source = StateSource(state, cast(BulkServer, Offers()), boxes=reader_of(state, segments))
+    owner = f"model-0 of {mesh}"
+    given = source.answer(FetchState(1, owner=owner, box="0/2"))
+    assert (given.manifest.step, given.box, given.stage) == (1, "0/2", STAGE.name)
+    assert given.manifest.pieces == describe_state(trained.snapshot_tensors(), step=1).pieces
+    with pytest.raises(RefusedError, match="no snapshot of step 2"):
+        source.answer(FetchState(2, owner=owner, box="0/2"))
+    with pytest.raises(RefusedError, match="has committed step 0, not 1"):
+        source.answer(FetchState(1, box="0/2"))
 
 
 def seated(segments: FakeSegments, *, available_bytes: int) -> tuple[RankSeating, list[RankState]]:
