@@ -12,7 +12,7 @@ from kintsugi.control.master import Master
 from kintsugi.control.placement import plan_layout
 from kintsugi.control.protocol import Began
 from kintsugi.journal.facts import Fact, FilterReason, SampleQuarantined, StepCommitted, TicketFiltered
-from kintsugi.model.seats import Seat, mesh_of
+from kintsugi.model.seats import Seat, digest_of_box, mesh_of
 from kintsugi.protocol.agents import StartProcess
 from kintsugi.recovery.rank import Flow
 from kintsugi.simulation.coverage import Coverage
@@ -209,7 +209,9 @@ class SimulatedCluster:
 
     def _survives(self, step: int) -> str:
         """Return the holders of the state of a step, of each of its boxes: live ranks, or the memory of hosts. Empty if
-        one of the boxes has no holder."""
+        one of the boxes has no holder. A step that was prepared in another mesh than it was committed in later, after
+        recovery, is not one that the journal could verify: such snapshots do not count."""
+        committed = self._committed_digest(step)
         holders: dict[int, dict[str, str]] = {}
         """Number of boxes → box → a holder: some may be left of a step that ranks of another mesh have assembled."""
 
@@ -219,15 +221,21 @@ class SimulatedCluster:
         for host in self.hosts.values():
             for child in host.children.values():
                 if isinstance(child, SimulatedRank) and not child.stopped:
-                    committed = child.adapter.committed
-                    if committed.step == step:
-                        note(committed.box, child.name)
+                    state = child.adapter.committed
+                    if state.step == step:
+                        note(state.box, child.name)
             for owner, kept in host.memory.snapshots.items():
                 for snapshot in kept:
-                    if snapshot.step == step:
+                    is_known = snapshot.digest == digest_of_box(committed, Seat.of(snapshot.box))
+                    if snapshot.step == step and (snapshot.committed or is_known):
                         note(snapshot.box, f"{host.name} (snapshot of {owner})")
         complete = (found for boxes, found in holders.items() if len(found) == boxes)
         return ", ".join(next(complete, {}).values())
+
+    def _committed_digest(self, step: int) -> str:
+        """Digest of a step in the journal, as it was committed last."""
+        facts = (fact for fact in reversed(self.invariants.facts) if isinstance(fact, StepCommitted))
+        return next((fact.state_digest for fact in facts if fact.step == step), "")
 
     def _saved_steps(self) -> dict[str, int]:
         """Path of each checkpoint → its step."""
