@@ -27,6 +27,19 @@ BOX_LOST = 8
 RECUT = (1225, 30269)
 """Seeds with layouts in which the ranks form another mesh. 30269: a host without ranks has the only copy of a part."""
 
+OUT_OF_REACH = {
+    703017: "some of the lost ranks come, and the others still have parts",
+    710323: "the lost rank comes while the last repair is tried",
+    740975: "the state is not cut, and only the host without ranks has a copy of the last step",
+    743486: "a rank without a seat was interrupted in its update, and its host has the step before",
+    744847: "a rank without a seat has just started, and its host has what its predecessor held",
+}
+"""Seeds with layouts in which no live rank can read a part of the last step for a while."""
+
+OTHER_FORM = 712110
+"""Seed with layouts in which a rank alone prepared a step that was not committed; two ranks trained it again in parts,
+one of which is lost."""
+
 BOOK_LOST = 30447
 """Seed with layouts in which a replaced rank does not get the first address book, and repairs fail at once for that."""
 PAUSED_MASTER = 410051
@@ -150,6 +163,18 @@ def test_disturbed_runs_in_which_the_state_is_cut_again_keep_every_invariant(see
     outcome = Runner(draws_layouts=True).run(seed)
     assert any(isinstance(fact, MeshChanged) for fact in outcome.facts)
     assert outcome.violations == []
+
+
+@pytest.mark.parametrize("seed", OUT_OF_REACH, ids=lambda seed: OUT_OF_REACH[seed])
+def test_no_step_is_undone_whose_parts_are_in_the_memory_of_live_hosts(seed: int) -> None:
+    outcome = Runner(draws_layouts=True).run(seed)
+    assert any(fault.kind is SimulatedFaultKind.KILL for fault in outcome.faults)
+    assert (outcome.outcome, outcome.violations, outcome.num_rollbacks) == ("finished", [], 0)
+
+
+def test_a_step_that_was_prepared_in_another_form_than_it_was_committed_in_may_be_undone() -> None:
+    outcome = Runner(draws_layouts=True).run(OTHER_FORM)
+    assert (outcome.outcome, outcome.violations, outcome.num_rollbacks) == ("finished", [], 1)
 
 
 def test_hosts_forget_what_they_held_of_meshes_that_are_passed() -> None:
