@@ -289,10 +289,12 @@ class RecoveryCoordinator:
         waited_s = now - self.protocol.since[_S.WAITING]
         limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
         incident = self._incidents.current
-        is_alone = incident is not None and self._can_not_hold(incident)
-        if is_alone or not self._decision.state.members.live(Role.MODEL):
-            limit_s = max(limit_s, self._config.cluster.start_timeout_s)  # No rank can continue without them.
-        if waited_s <= limit_s and (is_alone or not self._processes.cannot_start(Role.MODEL)):
+        # Without them no rank can continue, so that they are also waited for after starts that failed.
+        needs_all = not self._decision.state.members.live(Role.MODEL)
+        needs_all = needs_all or (incident is not None and self._can_not_hold(incident))
+        if needs_all:
+            limit_s = max(limit_s, self._config.cluster.start_timeout_s)
+        if waited_s <= limit_s and (needs_all or not self._processes.cannot_start(Role.MODEL)):
             return report
         if incident is not None and incident.awaits_lost:  # They did not come: steps are undone instead.
             incident.awaits_lost, incident.does_not_fit = False, ""
