@@ -38,6 +38,7 @@ from kintsugi.errors import (
     EndedByError,
     Fault,
     FaultClass,
+    SourceSilent,
     UnknownPeer,
     classify,
     root_first,
@@ -437,13 +438,14 @@ class RecoveryCoordinator:
         return PhaseReport(PhaseResult.UNRECOVERABLE, fault=fault)
 
     def _replace_newcomer(self, rank: str, fault: Fault, now: float) -> bool:
-        """Start a rank again that can not assemble its part from those of the mesh before, in which it had none: the
-        others still have these, so it may be the one that can not reach them. Once per incident."""
+        """Start a rank again that can not assemble its part from those of the mesh before, in which it had none, as a
+        source did not answer it: the others still have these, so it may be the one that can not reach them. Once per
+        incident."""
         incident, state = self._incidents.current, self._decision.state
         assert incident is not None
         before = mesh_of_step(self._config, state, state.step)
         is_newcomer = bool(before.ranks) and before != self.protocol.mesh and rank not in before.ranks
-        if not is_newcomer or rank in incident.sent_home:
+        if not is_newcomer or rank in incident.sent_home or fault.kind != SourceSilent.__name__:
             return False
         incident.sent_home.add(rank)
         self._processes.terminate(rank, fault, now)
