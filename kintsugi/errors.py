@@ -260,6 +260,10 @@ class UnknownPeer(RefusedError):
     """This process has no address of a peer: the part of the address book that lists it may still be under way."""
 
 
+class SourceSilent(RefusedError):
+    """No source gave what was asked for, and one of them did not answer: another process may be able to reach it."""
+
+
 class EpochOver(RefusedError):
     """A peer refused a message of an earlier term of the master."""
 
@@ -321,16 +325,22 @@ def is_shortage(fault: Fault) -> bool:
     return isinstance(fault.detail, EndedByError) and bool(fault.detail.shortage)
 
 
+_SILENT = {error.__name__ for error in (DeadlineExceeded, ProcessDied, SourceSilent)}
+
+
 def no_source(message: str, failures: Sequence[KintsugiError]) -> RefusedError:
     """Return the error of an operation that failed with all of its sources. An UnknownPeer if this process had no
-    address of one of them: with that address it might have succeeded.
+    address of one of them: with that address it might have succeeded. A SourceSilent if one did not answer, and a plain
+    RefusedError if each of them said that it does not have it.
 
     >>> type(no_source("nowhere", [StorageError("disk full"), UnknownPeer("no agent-1")])).__name__
     'UnknownPeer'
     """
     kinds = {type(error).__name__ for error in failures}
     kinds |= {fault.kind for error in failures if error.cause for fault in chain(error.cause)}
-    return (UnknownPeer if UnknownPeer.__name__ in kinds else RefusedError)(message)
+    if UnknownPeer.__name__ in kinds:
+        return UnknownPeer(message)
+    return (SourceSilent if kinds & _SILENT else RefusedError)(message)
 
 
 def damage_of(error: BaseException) -> DataDamaged | None:

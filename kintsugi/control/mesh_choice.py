@@ -35,7 +35,10 @@ def mesh_in_force(config: Config, state: MasterState) -> Mesh:
 
 
 def mesh_of_step(config: Config, state: MasterState, step: int) -> Mesh:
-    """The mesh in whose boxes the state of a step was committed."""
+    """The mesh in whose boxes the state of a step was committed. Step 0 has no committed state: the configuration
+    defines it, and a rank that is given another box begins there with the initial weights of that box."""
+    if step == 0:
+        return mesh_in_force(config, state)
     return _mesh(config, state.meshes.of_steps.get(step))
 
 

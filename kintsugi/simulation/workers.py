@@ -178,6 +178,7 @@ class SimulatedRollout(SimulatedWorker):
         if name in self._running:
             self._running[name].append(delivery)
             return
+        self._drop((request.ticket.id,))  # As the real worker: a group has one request at a time.
         self._running[name] = [delivery]
         if request.split == "train" and request.ticket.stage in DEMONSTRATED:
             self.after(self.world.random.uniform(0.001, 0.02), self._done, request, -1, "demonstrated")

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import pytest
 
+from kintsugi.control.phases.recover import REPAIR_ATTEMPTS
 from kintsugi.control.phases.train import FORGET_EVERY
+from kintsugi.errors import Fault, RefusedError
 from kintsugi.journal.facts import (
     CheckpointSaved,
     IncidentClosed,
     IncidentOpened,
     MeshChanged,
     ProcessJoined,
+    ProcessLost,
     RolledBack,
     StepCommitted,
     StrategyChosen,
 )
 from kintsugi.model.seats import WHOLE
 from kintsugi.recovery import rank_protocol
+from kintsugi.recovery.rank import Flow
 from kintsugi.simulation.campaign import LAYOUTS, Runner, SimulatedLayout, layout_of, simulated_config
 from kintsugi.simulation.cluster import SimulatedCluster, SimulationOutcome, undisturbed
 from kintsugi.simulation.faults import PlannedSimFault, SimulatedFaultKind, SimulatedFaultPlan
+from kintsugi.simulation.ranks import SimulatedRank
+from kintsugi.simulation.replay_adapter import ReplaySnapshot
 
 BOX_LOST = 8
 """Seed in which the host of the only rank with a box is lost before another host has a copy."""
@@ -44,6 +50,12 @@ BOOK_LOST = 30447
 """Seed with layouts in which a replaced rank does not get the first address book, and repairs fail at once for that."""
 PAUSED_MASTER = 410051
 """Seed with layouts in which the master does nothing for longer than a request's deadline, and an answer was lost."""
+BEFORE_THE_FIRST_STEP = 707898
+"""Seed with layouts in which the state is cut again at step 0, and the ranks recover there once more."""
+NO_RANK_LIVES = 735772
+"""Seed with layouts in which all ranks are killed and the first starts of their replacements fail."""
+LOST_WITH_ITS_MESH = (708180, 715168, 722383, 744809)
+"""Seeds with layouts in which the host with the only copy of a part is lost, and ranks that had none need it."""
 
 
 def run(seed: int, *, workers: int = 6, shards: int = 2) -> SimulationOutcome:
@@ -126,6 +138,26 @@ def test_a_state_without_a_rank_for_each_part_is_cut_over_fewer_ranks_and_back()
     assert outcome.reference.weights_sha256 == reference.weights_sha256
 
 
+@pytest.mark.parametrize("flow", Flow)
+def test_ranks_whose_state_was_cut_again_before_the_first_step_recover_there_once_more(flow: Flow) -> None:
+    config = simulated_config(layout=SimulatedLayout(3, 3, 2))
+    faults = [
+        PlannedSimFault(
+            SimulatedFaultKind.FAIL, agent, "StartProcess", "collecting", 0, about="model-2", times=50
+        )
+        for agent in ("agent-0", "agent-1")
+    ]
+    faults.append(PlannedSimFault(SimulatedFaultKind.KILL, "model-2", state="collecting", step=0))
+    call = PlannedSimFault(SimulatedFaultKind.FAIL, "model-0", "RunCall", "recovering: wait for replacements")
+    faults.append(call)
+    reference = undisturbed(config, flow=flow)
+    plan = SimulatedFaultPlan(faults)
+    outcome = SimulatedCluster(config, seed=0, plan=plan, reference=reference, flow=flow).run()
+    assert call.fired_in == "training"
+    fell = next(fact.shards for fact in outcome.facts if isinstance(fact, MeshChanged))
+    assert (fell, outcome.outcome, outcome.violations, outcome.num_rollbacks) == (2, "finished", [], 0)
+
+
 def test_the_loss_of_a_rank_without_a_seat_stops_no_other() -> None:
     config = simulated_config(layout=SimulatedLayout(4, 1, 2, stages=2))
     faults = [
@@ -197,6 +229,53 @@ def test_hosts_forget_what_they_held_of_meshes_that_are_passed() -> None:
 @pytest.mark.parametrize("seed", [BOOK_LOST, PAUSED_MASTER])
 def test_neither_a_lost_address_book_nor_a_pause_of_the_master_costs_a_step_or_a_rank(seed: int) -> None:
     outcome = Runner(draws_layouts=True).run(seed)
+    assert (outcome.outcome, outcome.violations, outcome.num_rollbacks) == ("finished", [], 0)
+
+
+@pytest.mark.parametrize("seed", [BEFORE_THE_FIRST_STEP, NO_RANK_LIVES])
+def test_a_run_does_not_end_before_its_first_step_for_ranks_that_come_or_go_on_without_the_others(
+    seed: int,
+) -> None:
+    outcome = Runner(draws_layouts=True).run(seed)
+    assert (outcome.outcome, outcome.violations) == ("finished", [])
+
+
+@pytest.mark.parametrize("seed", LOST_WITH_ITS_MESH)
+def test_no_rank_is_ended_for_a_part_that_every_place_said_it_does_not_have(seed: int) -> None:
+    outcome = Runner(draws_layouts=True).run(seed)
+    assert outcome.num_rollbacks > 0
+    assert (outcome.outcome, outcome.violations) == ("finished", [])
+
+
+def test_a_rank_that_no_source_answers_is_started_again_before_a_step_is_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = simulated_config(layout=SimulatedLayout(2, 2, 2))
+    faults = [
+        PlannedSimFault(
+            SimulatedFaultKind.FAIL, agent, "StartProcess", "collecting", 2, about="model-1", times=4
+        )
+        for agent in ("agent-0", "agent-1")
+    ]
+    faults.append(PlannedSimFault(SimulatedFaultKind.KILL, "model-1", state="collecting", step=2))
+    slow = PlannedSimFault(SimulatedFaultKind.SLOW, "rollout-0", state="collecting", step=2)
+    slow.share, slow.duration_s = 0.3, 60.0  # So that the rank is back before the run ends.
+    fetch_box, unanswered = SimulatedRank._fetch_box, dict[str, int]()
+
+    def fetch(self: SimulatedRank, source: str, step: int, owner: str, box: str) -> ReplaySnapshot:
+        if self.name == "model-1" and {self.incarnation} >= unanswered.keys():
+            unanswered[self.incarnation] = unanswered.get(self.incarnation, 0) + 1
+            late = Fault("late", "DeadlineExceeded", source, "no answer", 0.0)
+            raise RefusedError("no answer", cause=late)
+        return fetch_box(self, source, step, owner, box)
+
+    monkeypatch.setattr(SimulatedRank, "_fetch_box", fetch)
+    reference = undisturbed(config)
+    plan = SimulatedFaultPlan([*faults, slow])
+    outcome = SimulatedCluster(config, seed=0, plan=plan, reference=reference).run()
+    assert sum(unanswered.values()) >= REPAIR_ATTEMPTS
+    lost = [fact.incarnation for fact in outcome.facts if isinstance(fact, ProcessLost)]
+    assert lost.count(*unanswered) == 1
     assert (outcome.outcome, outcome.violations, outcome.num_rollbacks) == ("finished", [], 0)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from kintsugi.errors import (
     LONGEST_MESSAGE,
+    DeadlineExceeded,
     Fault,
     RefusedError,
+    RemoteError,
+    SourceSilent,
     StorageError,
     UnknownPeer,
     fault_of,
@@ -28,6 +31,17 @@ def test_an_operation_that_lacked_an_address_says_so_also_when_only_a_cause_tell
     failures = [StorageError("disk full"), RefusedError("box 0/2 is nowhere", cause=unknown)]
     assert type(no_source("nowhere", failures)) is UnknownPeer
     assert type(no_source("nowhere", failures[:1])) is RefusedError
+
+
+def test_an_operation_that_got_no_answer_of_a_source_differs_from_one_that_was_refused_by_all() -> None:
+    late = DeadlineExceeded(whom="agent-1", what="StateFetched", waited_s=10.0)
+    gone = RefusedError("model-1 was replaced", cause=fault("a", "ProcessDied"))
+    said = RemoteError(fault("b", "RefusedError"))
+    assert type(no_source("nowhere", [said, said])) is RefusedError
+    assert [type(no_source("nowhere", [said, each])) for each in (late, gone)] == [SourceSilent] * 2
+    within = no_source("box 1/2 is nowhere", [late])
+    assert type(no_source("nowhere", [said, within])) is SourceSilent
+    assert type(no_source("nowhere", [late, UnknownPeer("no agent-1")])) is UnknownPeer
 
 
 def test_a_cause_stands_before_its_consequences_whatever_the_order_they_came_in() -> None:

@@ -38,6 +38,7 @@ from kintsugi.errors import (
     EndedByError,
     Fault,
     FaultClass,
+    SourceSilent,
     UnknownPeer,
     classify,
     root_first,
@@ -292,10 +293,13 @@ class RecoveryCoordinator:
         limit_s = max(LONGEST_WAIT_S, START_FACTOR * self._incidents.start_s)
         incident = self._incidents.current
         awaited = self._awaited(incident) if incident is not None else []
-        is_alone = bool(awaited) or (incident is not None and self._can_not_hold(incident))
-        if is_alone or not self._decision.state.members.live(Role.MODEL):
-            limit_s = max(limit_s, self._config.cluster.start_timeout_s)  # No rank can continue without them.
-        if waited_s <= limit_s and (is_alone or not self._processes.cannot_start(Role.MODEL)):
+        # Without them no rank can continue, or parts of the last step are out of reach: they are also waited for after
+        # starts that failed.
+        needs_all = bool(awaited) or not self._decision.state.members.live(Role.MODEL)
+        needs_all = needs_all or (incident is not None and self._can_not_hold(incident))
+        if needs_all:
+            limit_s = max(limit_s, self._config.cluster.start_timeout_s)
+        if waited_s <= limit_s and (needs_all or not self._processes.cannot_start(Role.MODEL)):
             return report
         if incident is not None:
             incident.awaits_lost = False
@@ -441,13 +445,14 @@ class RecoveryCoordinator:
         return PhaseReport(PhaseResult.UNRECOVERABLE, fault=fault)
 
     def _replace_newcomer(self, rank: str, fault: Fault, now: float) -> bool:
-        """Start a rank again that can not assemble its part from those of the mesh before, in which it had none: the
-        others still have these, so it may be the one that can not reach them. Once per incident."""
+        """Start a rank again that can not assemble its part from those of the mesh before, in which it had none, as a
+        source did not answer it: the others still have these, so it may be the one that can not reach them. Once per
+        incident."""
         incident, state = self._incidents.current, self._decision.state
         assert incident is not None
         before = mesh_of_step(self._config, state, state.step)
         is_newcomer = bool(before.ranks) and before != self.protocol.mesh and rank not in before.ranks
-        if not is_newcomer or rank in incident.sent_home:
+        if not is_newcomer or rank in incident.sent_home or fault.kind != SourceSilent.__name__:
             return False
         incident.sent_home.add(rank)
         self._processes.terminate(rank, fault, now)

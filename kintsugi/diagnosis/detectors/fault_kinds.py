@@ -29,7 +29,7 @@ BY_KIND: dict[str, FaultKind] = {
 
 CONSEQUENCES = frozenset(
     {"GroupBroken", "RemoteError", "DeadlineExceeded", "RefusedError", "EpochOver", "FencedError", "Retired"}
-    | {"Diagnosed", "UnknownPeer"}
+    | {"Diagnosed", "SourceSilent", "UnknownPeer"}
 )
 """Errors of processes that noticed the failure of another one, and replacements that the diagnosis itself ordered."""
 

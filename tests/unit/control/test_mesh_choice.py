@@ -102,6 +102,16 @@ def test_each_step_has_the_mesh_in_which_it_was_committed_and_a_new_session_the_
     assert mesh_in_force(run, state) == Mesh(4)
 
 
+def test_step_0_is_cut_as_the_ranks_are_now_for_no_box_of_it_was_ever_committed() -> None:
+    mesh, run = Mesh(3, ranks=("model-0", "model-1", "model-2")), config(shards=4)
+    assert mesh_of_step(run, state_of(), 0) == Mesh(4)
+    state = state_of(change_to(mesh))
+    assert mesh_of_step(run, state, 0) == mesh
+    for fact in (*step_facts(1, digest="a.b.c"), RolledBack(0, "lost"), change_to(Mesh(4))):
+        state.apply(fact)
+    assert mesh_of_step(run, state, 0) == Mesh(4)
+
+
 def test_ranks_without_a_seat_are_at_home_where_they_had_one() -> None:
     state = state_of(*step_facts(1, digest="a.b.c.d"), change_to(Mesh(1, ranks=("model-3",))))
     assert state.homes == {name: f"host-{index // 2}" for index, name in enumerate(RANKS)}

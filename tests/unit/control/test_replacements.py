@@ -68,6 +68,35 @@ def test_where_the_first_start_was_slow_a_replacement_is_given_more_time() -> No
     assert strategies(driven) == [Strategy.RECOVER, Strategy.ELASTIC]
 
 
+def test_ranks_that_were_all_lost_are_waited_for_though_their_starts_fail_at_first() -> None:
+    driven = Driven()
+    driven.begin()
+    driven.until(Phase.TRAINING)
+    driven.unstartable = {"model-0", "model-1"}
+    for rank in ("model-0", "model-1"):
+        driven.lose(rank)
+    until_s = driven.now + CONFIG.cluster.start_timeout_s / 2
+    driven.until(lambda: driven.now > until_s)
+    assert strategies(driven) == [Strategy.RECOVER]
+    driven.unstartable = set()
+    driven.until(Phase.ENDED)
+    assert driven.state.outcome == "finished"
+    assert Strategy.EXIT not in strategies(driven)
+
+
+def test_a_run_whose_ranks_never_start_again_ends_when_the_time_for_a_start_has_passed() -> None:
+    driven = Driven()
+    driven.begin()
+    driven.until(Phase.TRAINING)
+    driven.unstartable = {"model-0", "model-1"}
+    for rank in ("model-0", "model-1"):
+        driven.lose(rank)
+    since = driven.now
+    driven.until(Phase.ENDED)
+    assert CONFIG.cluster.start_timeout_s < driven.now - since < 1.1 * CONFIG.cluster.start_timeout_s
+    assert strategies(driven) == [Strategy.RECOVER, Strategy.EXIT]
+
+
 def test_a_start_whose_agent_did_not_answer_is_asked_again_after_a_pause_under_the_same_incarnation() -> None:
     driven = waiting_for_a_rank()
     num_ordered = sum(isinstance(fact, ProcessRequested) for fact in driven.facts)
