@@ -57,7 +57,7 @@ from kintsugi.cluster.restart_policy import RestartLimit
 from kintsugi.cluster.shared_memory import OwnSegments, SegmentServer
 from kintsugi.cluster.spawn import StartOrder, await_readable, own_session_and_log
 from kintsugi.cluster.weight_holder import WeightHolder
-from kintsugi.errors import RefusedError, StartFailed, UserError
+from kintsugi.errors import KintsugiError, RefusedError, StartFailed, UserError
 from kintsugi.process.exit_codes import EXIT_ERROR, EXIT_ORPHANED
 from kintsugi.process.loop_calls import LoopCalls
 from kintsugi.process.main import run_process
@@ -266,8 +266,9 @@ class Agent:
         """Drop states to which the run does not return: copies, and snapshots of ranks that are not here any more."""
         self._peer_snapshots.forget_before(step)
         segments = OwnSegments(self._segments)
-        for name in outdated(self._segments.names, segments=segments, before=step, living=self._children):
-            segments.remove(name)
+        with contextlib.suppress(OSError, KintsugiError):  # The next message of this kind repeats it.
+            for name in outdated(self._segments.names, segments=segments, before=step, living=self._children):
+                segments.remove(name)
 
     def _open_bulk(self, delivery: Delivery, certificate: bytes) -> None:
         try:

@@ -145,18 +145,22 @@ class WeightDistribution:
             member.process,
             weights,
             deadline_s=MAX_LOAD_ATTEMPTS * self._deadline_s,
-            on_done=partial(self._loaded, member, weights.manifest),
+            on_done=partial(self._loaded, member, weights),
         )
 
     def _holds(self, member: ManagedServer) -> bool:
         return member.held is not None and member.held == self._fleet.current
 
-    def _loaded(self, member: ManagedServer, manifest: WeightManifest, pending: PendingReply) -> None:
+    def _loaded(self, member: ManagedServer, weights: LoadWeights, pending: PendingReply) -> None:
+        manifest = weights.manifest
         try:
             loaded = pending.result().expect(WeightsLoaded)
             _verify_loaded(loaded, manifest, server=member.process)
         except KintsugiError as error:
-            self._load_failed(member, manifest, error)
+            if is_overwritten(error) and weights is not self._weights:
+                member.loading = None  # Meanwhile the version was published again, after a rollback.
+            else:
+                self._load_failed(member, manifest, error)
             return
         if identity(manifest) == self._fleet.current:
             self._loads[member.process] = loaded

@@ -123,9 +123,12 @@ def create_weight_files(
 def _reserve(descriptor: int, *, size: int) -> None:
     """Reserve space where the file system can; elsewhere `os.posix_fallocate` would write to every block."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
-        return
-    if (number := ctypes.get_errno()) not in (errno.EOPNOTSUPP, errno.ENOSYS):
+    number = errno.EINTR
+    while number == errno.EINTR:  # By a signal, as when the terminal's size changes.
+        if libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
+            return
+        number = ctypes.get_errno()
+    if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
         raise OSError(number, os.strerror(number))
     os.ftruncate(descriptor, size)
 

@@ -145,6 +145,7 @@ class PublishPhase:
             self._published = join(published)
         except IntegrityError as error:
             return PhaseReport(PhaseResult.DIVERGED, process=in_order[0], problem=str(error))
+        self._failures = 0
         self._load(now)
         self.is_awaited = self._needs(self._decision.state.version)
         return RUNNING if self.is_awaited else DONE
@@ -201,18 +202,19 @@ class PublishPhase:
 
     def failed(self, fault: Fault, now: float) -> PhaseReport:
         """Repeat a failed load after a pause, without the server that could not load, or with another manager if this
-        one has failed several times. After twice as many failures the run cannot continue."""
+        one has failed several times. After twice as many failures the run cannot continue. Those of a load that only
+        brings a new manager up to date end a server at most: its version may be overwritten, and another follows."""
         if fault.kind == ProcessDied.__name__:
             return RUNNING  # The request is sent to the next manager when it joins.
         self._failures += 1
         culprit = root_first([fault])[0].process
         if not culprit.startswith(f"{Role.SERVER}-"):
             managers = self._decision.state.members.live(Role.MANAGER)
-            culprit = managers[0] if managers and self._failures % MAX_FAILURES == 0 else ""
+            culprit = managers[0] if managers and self._loading and self._failures % MAX_FAILURES == 0 else ""
         if self._decision.state.members.is_live(culprit):
             self._processes.terminate(culprit, fault, now)
         self._load_at = now + growing_pause(self._failures, first_s=FIRST_PAUSE_S)
-        if self._failures < 2 * MAX_FAILURES:
+        if not self._loading or self._failures < 2 * MAX_FAILURES:
             return RUNNING
         return PhaseReport(PhaseResult.UNRECOVERABLE, fault=fault)
 

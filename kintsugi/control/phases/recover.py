@@ -183,13 +183,13 @@ class RecoveryCoordinator:
         self._decision.explain(reason)
 
     def goes_on_without(self, rank: str) -> bool:
-        """Whether the group loses nothing with a rank: one that has no seat in it. Its loss alone is an incident that
-        the next step closes; the group takes its successor back as it would have taken the rank."""
+        """Whether the group loses nothing with a rank: one that has no seat in it. The next step closes the incident,
+        unless ranks with a seat are lost too; the group takes its successor back as it would have taken the rank."""
         incident = self._incidents.current
         if incident is None or self.active or not self.ranks or rank in self.ranks:
             return False
         reason = f"{rank} had no seat: the group goes on without it"
-        if tuple(incident.processes) == (rank,):
+        if not any(process in self.ranks for process in incident.processes):
             incident.strategy = Strategy.ELASTIC
             self._decision.add_fact(StrategyChosen(incident.number, Strategy.ELASTIC, reason, ()))
         self._decision.explain(reason)

@@ -90,6 +90,27 @@ def test_a_server_that_finds_its_version_overwritten_waits_for_the_one_that_foll
     assert loaded.servers == ("server-0", "server-1") and replacement.loaded == [1, follows]
 
 
+def test_a_version_that_is_published_again_while_a_server_still_loads_the_overwritten_one_is_loaded_again(
+    world: World,
+) -> None:
+    world.kill("server-1")
+    replacement = world.add_server("server-1", incarnation="b")
+    replacement.overwritten = {1}
+    world.stopped.add("server-1")
+    world.publish_book()
+    for _ in range(5):
+        world.turn()
+    repeated = world.load(1, wait=False)
+    for _ in range(5):
+        world.turn()
+    world.stopped.clear()
+    world.until(lambda: replacement.loaded == [1])
+    replacement.overwritten = set()
+    world.until(lambda: repeated.done)
+    assert repeated.result().expect(WeightsLoaded).servers == ("server-0", "server-1")
+    assert replacement.loaded == [1, 1]
+
+
 def test_a_new_manager_whose_servers_find_the_version_overwritten_reports_no_failure(world: World) -> None:
     world.manager._distribution._deadline_s = 60.0
     for process in ("server-0", "server-1"):
