@@ -31,7 +31,13 @@ LabFolder = Annotated[
 def soak(
     recipe: Recipe,
     overrides: Overrides = None,
-    faults: Annotated[int, typer.Option(min=1, help="Number of faults to inject.")] = 20,
+    faults: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Number of faults to inject. From two for each role in each phase on, as many more as these need.",
+        ),
+    ] = 20,
     seed: Annotated[int, typer.Option(help="Seed of the choice of processes and phases.")] = 0,
     cold: Annotated[
         bool, typer.Option("--cold", help="Disable the fork server: every process imports its libraries.")
