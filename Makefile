@@ -142,7 +142,7 @@ test-mindspore: $(SETUP_TEST) $(SETUP_MINDSPORE)
 
 # Whole runs with the optimizer state cut over the ranks, undisturbed, killed and resumed with other layouts.
 test-sharding: system-packages $(SETUP_TEST)
-	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_sharded_runs.py tests/cluster/test_tensor_runs.py
+	$(BIN)/python -m pytest $(SLOWEST) tests/cluster/test_sharded_runs.py tests/cluster/test_tensor_runs.py tests/cluster/test_tied_runs.py tests/cluster/test_smaller_mesh.py
 
 # Libraries that are too many for the environment of the tests; without them tests/extras is skipped by name.
 test-extras: $(SETUP_EXTRAS)
