@@ -33,7 +33,8 @@ class StepRecord(msgspec.Struct, frozen=True):
     trained: str
     """Hash over the keys, tokens and rewards of its samples, in order."""
     cursor: str
-    """Hash over all tickets issued and samples set aside up to this step: position in the data, and the ledger."""
+    """Hash over all tickets issued and samples set aside up to the first commit of this step: position in the data, and
+    the ledger."""
 
 
 class JournaledRollback(msgspec.Struct, frozen=True):
@@ -104,6 +105,8 @@ class _Fold:
         self._sha256 = ""
         self._cursor = 0
         """Sum of the hashes of everything issued or set aside: independent of the order."""
+        self._cursors: dict[int, str] = {}
+        """Step → the sum when it was committed for the first time."""
 
     def take(self, fact: Fact) -> None:
         match fact:
@@ -121,7 +124,9 @@ class _Fold:
             case BatchFormed(step=step, tickets=tickets):
                 self._formed[step] = tickets
             case StepCommitted(step=step, state_digest=digest, metrics=metrics):
-                self._standing[step] = (self._record(step, digest), self._formed[step])
+                # A step that is made again finds the tickets of the undone steps after it issued already.
+                cursor = self._cursors.setdefault(step, f"{self._cursor:064x}")
+                self._standing[step] = (self._record(step, digest, cursor), self._formed[step])
                 versions = [self._versions[ticket] for ticket in self._formed[step]]
                 self._ages[step] = max(
                     (step - 1 - version for version in versions if version >= 0), default=0
@@ -150,10 +155,10 @@ class _Fold:
     def _keys(self, ticket: str) -> list[str]:
         return [sample_key(ticket, index) for index in range(self._issued[ticket])]
 
-    def _record(self, step: int, state: str) -> StepRecord:
+    def _record(self, step: int, state: str, cursor: str) -> StepRecord:
         tickets = self._formed[step]
         trained = [line for ticket in tickets for _, line in sorted(self._scored.get(ticket, {}).items())]
-        return StepRecord(state=state, trained=_hash(trained), cursor=f"{self._cursor:064x}")
+        return StepRecord(state=state, trained=_hash(trained), cursor=cursor)
 
     def audit(self) -> JournalAudit:
         trained = Counter(

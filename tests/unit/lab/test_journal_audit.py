@@ -95,6 +95,16 @@ def test_a_rollback_undoes_steps_and_is_counted_once() -> None:
     assert first_difference(audit(facts), made) is None
 
 
+def test_steps_that_are_made_again_are_equal_though_the_tickets_of_later_ones_were_issued_already() -> None:
+    facts: list[Fact] = []
+    for position in range(4):
+        facts += [issued(position), scored(position), *step(position + 1, position)]
+    again = [*facts, RolledBack(1, "two hosts were lost"), *step(2, 1), *step(3, 2), *step(4, 3)]
+    assert first_difference(audit(facts), audit(again)) is None
+    other = [*facts, RolledBack(1, "two hosts were lost"), *step(2, 1), *step(3, 3), *step(4, 2)]
+    assert first_difference(audit(facts), audit(other)) == 3
+
+
 def test_a_ticket_that_was_issued_and_never_trained_is_lost() -> None:
     assert audit([*undisturbed(), issued(2)]).samples_lost == 2
 
