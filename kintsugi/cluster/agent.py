@@ -77,7 +77,7 @@ from kintsugi.runtime.processes import Child, Processes, SystemProcesses
 from kintsugi.runtime.shortages import EXIT_UNFIT, SHORTAGES, describe_exit
 from kintsugi.runtime.signals import Signals
 from kintsugi.telemetry.disk_budget import bound_log
-from kintsugi.telemetry.events import ProcessGone, fault_at_end
+from kintsugi.telemetry.events import Note, ProcessGone, fault_at_end
 from kintsugi.telemetry.verdict_files import WATCHER
 from kintsugi.transport import Delivery
 from kintsugi.types import ChildReport, Placement, Role, process_id
@@ -266,9 +266,11 @@ class Agent:
         """Drop states to which the run does not return: copies, and snapshots of ranks that are not here any more."""
         self._peer_snapshots.forget_before(step)
         segments = OwnSegments(self._segments)
-        with contextlib.suppress(OSError, KintsugiError):  # The next message of this kind repeats it.
+        try:
             for name in outdated(self._segments.names, segments=segments, before=step, living=self._children):
                 segments.remove(name)
+        except (OSError, KintsugiError) as error:  # The next message of this kind repeats it.
+            self._monitor.log.emit(Note(f"snapshots before step {step} are not removed yet: {error}"))
 
     def _open_bulk(self, delivery: Delivery, certificate: bytes) -> None:
         try:

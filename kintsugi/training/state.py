@@ -99,25 +99,7 @@ class TrainingState(RankState):
             slices=slices,
         )
         initial = dict(model.named_parameters()) if model.has_memory else {}
-        if self._box.is_whole:
-            if initial:
-                layout.actor.fill(self._weights, initial)
-            point(model, layout.actor, weights=self._weights)
-        self.model = model
-        if compute_dtype != torch.float32:
-            has_head = model.value_head is not None
-            self.model = self._new_model(model.config, dtype=compute_dtype, with_value_head=has_head)
-        self._critic: Transformer | None = None
-        if companions.critic is not None:
-            self._critic = self._new_model(companions.critic, dtype=compute_dtype, with_value_head=True)
-        self._trained = (
-            {ACTOR: self.model} if self._critic is None else {ACTOR: self.model, CRITIC: self._critic}
-        )
-        self._copy = _embedding_of(self.model) if self.model_part.has_copy else {}
-        for name, parameter in self._copy.items():
-            memory = parameter.data.new_zeros(parameter.shape)
-            parameter.data = memory.copy_(initial[name].data) if initial else memory
-            parameter.requires_grad = False
+        self._make_models(model, initial, critic=companions.critic, dtype=compute_dtype)
         self._initial: Tensor | None = None
         """Initial weights of the actor in the compute type, where no whole weights are kept: until the first stage has
         begun, whose reference and critic may begin with them."""
@@ -142,6 +124,36 @@ class TrainingState(RankState):
         if self._live.is_cuda:
             torch.cuda.empty_cache()
         self._reference_model: Transformer | None = None
+
+    def _make_models(
+        self,
+        model: Transformer,
+        initial: Mapping[str, Tensor],
+        *,
+        critic: ModelConfig | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """Take over the actor, and make the models that compute in `dtype`."""
+        actor = self._layout.actor
+        if self._box.is_whole:
+            if initial:
+                actor.fill(self._weights, initial)
+            point(model, actor, weights=self._weights)
+        self.model = model
+        if dtype != torch.float32:
+            has_head = model.value_head is not None
+            self.model = self._new_model(model.config, dtype=dtype, with_value_head=has_head)
+        self._critic: Transformer | None = None
+        if critic is not None:
+            self._critic = self._new_model(critic, dtype=dtype, with_value_head=True)
+        self._trained = (
+            {ACTOR: self.model} if self._critic is None else {ACTOR: self.model, CRITIC: self._critic}
+        )
+        self._copy = _embedding_of(self.model) if self.model_part.has_copy else {}
+        for name, parameter in self._copy.items():
+            memory = parameter.data.new_zeros(parameter.shape)
+            parameter.data = memory.copy_(initial[name].data) if initial else memory
+            parameter.requires_grad = False
 
     @property
     def dtype(self) -> torch.dtype:
